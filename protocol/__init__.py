@@ -1,0 +1,1 @@
+"""What the processes share: messages, sampling parameters, configuration, sockets. Imports msgspec and pyzmq only."""

@@ -1,0 +1,234 @@
+"""Everything a person may set, written once: environment, flags and help all come from the fields of `Config`."""
+
+import argparse
+import difflib
+import json
+import os
+import re
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+PREFIX = "OCTAVO_"
+
+
+class ConfigError(ValueError):
+    """A setting that is unknown or cannot be: names it, and the nearest that exists."""
+
+
+def runtime_directory() -> Path:
+    """Return where the sockets of processes that were started by hand lie: private to this user."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(base, "octavo") if base else Path(f"/tmp/octavo-{os.getuid()}")
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Each process reads it once; nothing changes it afterwards. What is found out at start travels in messages."""
+
+    model: Annotated[
+        str, Meta(description="a directory, a Hugging Face id or a .gguf file; without it, the demo model is served")
+    ] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
+    ] = ()
+    host: Annotated[str, Meta(description="address on which the gateway listens")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port on which the gateway listens; 0 takes a free one")] = (
+        8000
+    )
+    api_key: Annotated[
+        tuple[str, ...], Meta(description="a key that clients must send as bearer token; may be given several times")
+    ] = ()
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="type of weights, activations and KV cache; auto is the checkpoint's where the device has it"),
+    ] = "auto"
+    load_format: Annotated[
+        Literal["auto", "dummy"], Meta(description="auto reads the checkpoint; dummy takes random weights")
+    ] = "auto"
+    max_model_len: (
+        Annotated[int, Meta(ge=1, description="tokens of prompt and output together (default: the model's)")] | None
+    ) = None
+    max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step, at most")] = 128
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, description="tokens in one step, at most")] = 512
+    max_num_queued_reqs: Annotated[
+        int, Meta(ge=1, description="requests that may wait for a place; beyond, they are refused with 429")
+    ] = 1024
+    block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory to use for weights and KV cache together")
+    ] = 0.9
+    kv_cache_memory_bytes: (
+        Annotated[int, Meta(ge=1, description="size of the KV cache, such as 2GiB (default: from free memory)")] | None
+    ) = None
+    enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts with the same start")] = (
+        True
+    )
+    async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
+    seed: (
+        Annotated[
+            int,
+            Meta(
+                ge=0, description="makes the seeds drawn for requests without one repeatable (default: from the system)"
+            ),
+        ]
+        | None
+    ) = None
+    generation_config: Annotated[
+        str,
+        Meta(
+            description="where sampling defaults come from: auto (the model's generation_config.json),"
+            " octavo (none) or a directory"
+        ),
+    ] = "auto"
+    trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False
+    num_threads: (
+        Annotated[int, Meta(ge=1, description="CPU threads for the model (default: this process's physical cores)")]
+        | None
+    ) = None
+    frontend_address: Annotated[str, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (
+        f"ipc://{runtime_directory()}/frontend"
+    )
+    backend_address: Annotated[str, Meta(description="ZeroMQ address that the scheduler binds for executors")] = (
+        f"ipc://{runtime_directory()}/backend"
+    )
+    schedulers: Annotated[
+        tuple[str, ...], Meta(description="addresses of the schedulers that a gateway uses (default: frontend-address)")
+    ] = ()
+    peer_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
+    ] = 10.0
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least"
+                f" max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a step"
+            )
+
+
+FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+# Children other than the gateway never see these.
+SECRETS = ("api_key",)
+
+
+def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Config:
+    """Return the Config of the OCTAVO_* variables in `environ`, `overrides` (by field name) winning.
+
+    Strings are read by the field's type: integers may carry a unit (`8k`, `256MiB`), lists are JSON or separated by
+    commas. Raises ConfigError for an unknown variable or field and for a value that the field cannot take.
+    """
+    names = {key: key.removeprefix(PREFIX).lower() for key in environ if key.startswith(PREFIX)}
+    for key, name in names.items():
+        if name not in FIELDS:
+            raise ConfigError(f"unknown variable {key}{nearest(key, [PREFIX + f.upper() for f in FIELDS])}")
+    values: dict[str, object] = {name: environ[key] for key, name in names.items()}
+    for name, value in (overrides or {}).items():
+        if name not in FIELDS:
+            raise ConfigError(f"unknown setting {name}{nearest(name, FIELDS)}")
+        values[name] = value
+    converted: dict[str, Any] = {name: _convert(name, value) for name, value in values.items()}
+    if converted.get("generation_config") == "vllm":
+        converted["generation_config"] = "octavo"
+    try:
+        return Config(**converted)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def child_environ(config: Config, environ: Mapping[str, str], *, secrets: bool) -> dict[str, str]:
+    """Return the environment in which a child process loads the same Config; keys only if `secrets`."""
+    kept = {key: value for key, value in environ.items() if not key.startswith(PREFIX)}
+    for name, value in msgspec.structs.asdict(config).items():
+        if value != FIELDS[name].default and (secrets or name not in SECRETS):
+            kept[PREFIX + name.upper()] = json.dumps(value) if isinstance(value, tuple) else str(value)
+    return kept
+
+
+def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FIELDS)) -> None:
+    """Give `parser` one --flag for each field; only the flags that were given appear in what it parses."""
+    for name in names:
+        shown, options = _flag_options(name)
+        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=shown, **options)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def parse_integer(text: str) -> int:
+    """Return the integer of "4096", "8k" (8,000), "8K" or "8Ki" (8,192), "256MiB", "2GB". Raises ValueError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i)?)?(B|b)?\s*", text)
+    if not match:
+        raise ValueError(f"{text!r} is not an integer, with or without a unit such as k, MiB or GB")
+    number, letter, binary, byte = match.groups()
+    # As in vLLM, a lone small letter is decimal and a lone capital binary; with a B after it, only "iB" is binary.
+    base = 1024 if binary or (letter and letter.isupper() and not byte) else 1000
+    value = float(number) * base ** (" kmgt".index(letter.lower()) if letter else 0)
+    if value != int(value):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
+    field = FIELDS[name]
+    base = _base_type(field.type)
+    shown = _description(field.type).replace("%", "%%")
+    if field.default not in (None, "", ()):
+        shown += f" (default: {_show(field.default)})"
+    if base is bool:
+        return shown, {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(base) is Literal:
+        return shown, {"metavar": "|".join(typing.get_args(base))}
+    if name == "api_key":
+        return shown, {"action": "append", "metavar": "KEY"}
+    if typing.get_origin(base) is tuple:
+        return shown, {"nargs": "+", "metavar": "NAME" if name == "served_model_name" else "ADDRESS"}
+    return shown, {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
+
+
+def _show(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _convert(name: str, value: object) -> object:
+    kind = FIELDS[name].type
+    base = _base_type(kind)
+    try:
+        if isinstance(value, str):
+            if base is int:
+                value = parse_integer(value)
+            elif typing.get_origin(base) is tuple:
+                value = json.loads(value) if value.startswith("[") else [v.strip() for v in value.split(",") if v]
+        return msgspec.convert(value, kind, strict=False)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{name} cannot be {value!r}: {_reason(base, value, error)}") from None
+
+
+def _reason(base: Any, value: object, error: Exception) -> str:
+    if typing.get_origin(base) is Literal:
+        choices = typing.get_args(base)
+        return f"it is one of {', '.join(choices)}{nearest(str(value), choices)}"
+    return str(error)
+
+
+def _base_type(kind: Any) -> Any:
+    """Return the plain type inside Annotated and `| None`."""
+    if typing.get_origin(kind) is Annotated:
+        return _base_type(typing.get_args(kind)[0])
+    options = [option for option in typing.get_args(kind) if option is not type(None)]
+    if len(options) == 1 and type(None) in typing.get_args(kind):
+        return _base_type(options[0])
+    return kind
+
+
+def _description(kind: Any) -> str:
+    if typing.get_origin(kind) is Annotated:
+        return next((meta.description for meta in typing.get_args(kind)[1:] if meta.description), "")
+    return next((text for option in typing.get_args(kind) if (text := _description(option))), "")

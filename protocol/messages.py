@@ -1,0 +1,352 @@
+"""Everything that crosses a socket: one union and one reused decoder a direction.
+
+Token ids and block tables travel as `bytes` of int32, log probabilities as `bytes` of float32, both in the byte order
+of the machine (all processes of one replica share it). New fields go last and have a default. A receiver is one
+`match`; a frame that is not one of these raises `msgspec.MsgspecError` and is dropped by its receiver.
+
+Who may lose what: any message of either link may be lost, repeated, delayed or overtaken. Between gateway and
+scheduler, `Hello` repairs everything (it is the gateway's whole truth, numbered by `hello_seq`); between executor and
+scheduler, steps are numbered without a gap and the executor reports the last one it did.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+from protocol.sampling import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of everything that crosses a socket."""
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of what messages contain."""
+
+
+def pack_ids(token_ids: Iterable[int]) -> bytes:
+    """Return integers as int32 bytes. Raises OverflowError if one does not fit."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_ids(packed: bytes) -> "array[int]":
+    """Return the integers of int32 bytes. Raises ValueError if the length is no multiple of four."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids
+
+
+class Logprobs(Record, frozen=True):
+    """Log probabilities of T tokens with K alternatives each, of the raw distribution (before any sampling parameter).
+
+    The alternatives are the K most likely tokens, the likeliest first, whether or not the token is among them.
+    """
+
+    num_alternatives: int = 0
+    token_logprobs: bytes = b""  # float32, T
+    token_ranks: bytes = b""  # int32, T; 1 is the likeliest
+    top_token_ids: bytes = b""  # int32, T x K
+    top_logprobs: bytes = b""  # float32, T x K
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_logprobs) // 4
+
+    def __add__(self, other: "Logprobs") -> "Logprobs":
+        """Return the log probabilities of these tokens and then the other's; both have the same K."""
+        return Logprobs(
+            self.num_alternatives,
+            self.token_logprobs + other.token_logprobs,
+            self.token_ranks + other.token_ranks,
+            self.top_token_ids + other.top_token_ids,
+            self.top_logprobs + other.top_logprobs,
+        )
+
+    def tail(self, first_token: int) -> "Logprobs":
+        """Return the same from token `first_token` on."""
+        row, wide = 4 * first_token, 4 * first_token * self.num_alternatives
+        return Logprobs(
+            self.num_alternatives,
+            self.token_logprobs[row:],
+            self.token_ranks[row:],
+            self.top_token_ids[wide:],
+            self.top_logprobs[wide:],
+        )
+
+
+# Gateway to scheduler
+
+
+class Hello(Message, frozen=True):
+    """The gateway's whole truth, every half second and whenever it sees a gap; it acknowledges what it has.
+
+    A request that an earlier `Submit` announced and a later `Hello` does not list is wanted no more. `hello_seq` counts
+    the Hellos of one gateway's life from 1; one that was overtaken by a later one is ignored.
+    """
+
+    protocol_version: int
+    gateway_id: str
+    hello_seq: int
+    in_flight: list[tuple[str, int]] = []  # request_id, num_received_tokens
+
+
+class Attachment(Record, frozen=True):
+    """What stands for tokens that the token ids alone do not name (an image's, say): part of the prefix key."""
+
+    first_token_index: int
+    num_tokens: int
+    digest: bytes
+
+
+class Submit(Message, frozen=True):
+    """Start, or go on with, one generation. Idempotent by `request_id`."""
+
+    request_id: str
+    hello_seq: int  # of the last Hello sent before this
+    prompt_token_ids: bytes
+    sampling: SamplingParams
+    output_token_ids: bytes = b""  # what a resubmission has already
+    task: str = "generate"
+    tenant: str = ""
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""
+    adapter: str = ""
+    attachments: tuple[Attachment, ...] = ()
+
+
+class Abort(Message, frozen=True):
+    request_id: str
+
+
+ToScheduler = Hello | Submit | Abort
+decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+
+
+# Scheduler to gateway
+
+
+class Ready(Message, frozen=True):
+    """Answers every Hello. A gateway never resumes a request on another `model_fingerprint`.
+
+    `can_progress` is False while there is no executor to run a step; what is in flight waits.
+    """
+
+    scheduler_incarnation: str
+    model: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int  # tokens, prompt and output together
+    block_size: int  # tokens
+    num_blocks: int
+    max_num_seqs: int
+    can_progress: bool = True
+
+
+class Admitted(Message, frozen=True):
+    request_id: str
+
+
+class Rejected(Message, frozen=True):
+    """The request was not taken: for now (`retry_after_s`), or not at all (None)."""
+
+    request_id: str
+    reason: str
+    retry_after_s: float | None = None
+
+
+class Output(Record, frozen=True):
+    """New tokens of one request, and its end if `finish_reason` is set ("stop", "length", "abort" or "error").
+
+    `first_token_index` counts from the request's first output token, those of a resubmission included. The gateway
+    drops what it has; an index beyond what it has is a gap, and it says Hello.
+    """
+
+    request_id: str
+    first_token_index: int
+    token_ids: bytes = b""
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
+    prompt_logprobs: Logprobs | None = None  # of prompt tokens 1 and on; with the first output only
+    error: str | None = None
+
+
+class Outputs(Message, frozen=True):
+    outputs: list[Output]
+
+
+class Unknown(Message, frozen=True):
+    """Requests that a Hello listed and this scheduler lacks: submit them again."""
+
+    request_ids: list[str]
+
+
+class StepTimes(Record, frozen=True):
+    """Seconds of the steps since the last Stats: medians of those without and with prompt tokens."""
+
+    decode_step_s: float = 0.0
+    prefill_step_s: float = 0.0
+    executor_wait_fraction: float = 0.0  # share of the time that the executor waited for the scheduler while busy
+
+
+class Stats(Message, frozen=True):
+    """Once a second. Counts run from the scheduler's start; the rest is now."""
+
+    scheduler_incarnation: str
+    num_running_seqs: int
+    num_waiting_seqs: int
+    num_used_blocks: int  # referenced by a sequence
+    num_cached_blocks: int  # unreferenced, kept for their prefix
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_scheduled_tokens: int
+    num_evicted_blocks: int
+    num_executor_restarts: int
+    finished: dict[str, int] = {}  # by finish_reason
+    times: StepTimes = StepTimes()
+
+
+ToGateway = Ready | Admitted | Rejected | Outputs | Unknown | Stats
+decode_to_gateway = msgspec.msgpack.Decoder(ToGateway).decode
+
+
+# Executor to scheduler
+
+
+class ExecutorReady(Message, frozen=True):
+    """Sent at the start, until answered by a Welcome, and every half second while idle.
+
+    `last_step_id` is the last step of `scheduler_incarnation` that was done (0: none): what was lost is sent again.
+    """
+
+    rank: int
+    executor_incarnation: str
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    model_fingerprint: str
+    scheduler_incarnation: str = ""  # of the last Welcome
+    last_step_id: int = 0
+
+
+class SequenceResult(Record, frozen=True):
+    """What one sequence of a step gave: no token for a chunk, several with speculation."""
+
+    token_ids: list[int]
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None  # of the prompt tokens whose predecessors were computed in this step
+    pooled: bytes = b""  # float32
+
+
+class StepResult(Message, frozen=True):
+    scheduler_incarnation: str
+    executor_incarnation: str
+    step_id: int
+    sequences: list[SequenceResult]  # in the order of the Step
+    not_ready: list[int] = []  # seq_ids that sat this step out: nothing of theirs was computed
+    completed_copies: list[int] = []  # indexes into Step.copies
+    busy_s: float = 0.0  # the executor's own time for this step
+    waited_s: float = 0.0  # how long it had nothing to do before it
+
+
+class StepFailed(Message, frozen=True):
+    """The step raised: the executor ends itself after this, and a new one takes its place."""
+
+    scheduler_incarnation: str
+    executor_incarnation: str
+    step_id: int
+    error: str
+
+
+class NeedInit(Message, frozen=True):
+    """The step was not done: the executor has no state for these sequences. It does no later step until told."""
+
+    scheduler_incarnation: str
+    executor_incarnation: str
+    step_id: int
+    seq_ids: list[int]
+
+
+class Progress(Message, frozen=True):
+    """From a thread with a socket of its own, so that a step that hangs can be told from one that is long."""
+
+    executor_incarnation: str
+    step_id: int
+    layers_done: int
+
+
+FromExecutor = ExecutorReady | StepResult | StepFailed | NeedInit | Progress
+decode_from_executor = msgspec.msgpack.Decoder(FromExecutor).decode
+
+
+# Scheduler to executor
+
+
+class Welcome(Message, frozen=True):
+    """Answers ExecutorReady. `num_blocks` is the group's: the least over its ranks.
+
+    An executor that is welcomed by another scheduler incarnation drops the state of the one before. It does steps
+    strictly by number from `next_step_id`: an older one is answered again from the last results, a later one is
+    ignored (ExecutorReady then says which one is missing).
+    """
+
+    scheduler_incarnation: str
+    executor_incarnation: str
+    num_blocks: int
+    next_step_id: int
+
+
+class SequenceInit(Record, frozen=True):
+    """All that an executor must know of a sequence beyond its step: on admission, resumption and after NeedInit."""
+
+    sampling: SamplingParams
+    prompt_token_ids: bytes
+    output_token_ids: bytes = b""
+    grammar: bytes = b""
+    adapter: str = ""
+
+
+class SequenceStep(Record, frozen=True):
+    """One sequence's share of a step: positions from `num_computed_tokens` on.
+
+    Empty `token_ids` mean one token, the one this executor sampled last for the sequence. `sample` says that the
+    share ends at the sequence's last token, so that its logits give the next.
+    """
+
+    seq_id: int
+    num_computed_tokens: int
+    token_ids: bytes
+    block_tables: tuple[bytes, ...]  # one a KV group: the blocks of positions 0 to the end of this share
+    sample: bool
+    init: SequenceInit | None = None
+
+
+class BlockCopy(Record, frozen=True):
+    """Copy one KV block before the step computes; `tier` names where the source lies ("device": the same pool)."""
+
+    tier: str
+    source_block: int
+    destination_block: int
+
+
+class Step(Message, frozen=True):
+    scheduler_incarnation: str
+    executor_incarnation: str
+    step_id: int
+    sequences: list[SequenceStep]
+    forget: list[int] = []  # seq_ids whose state can go, before this step
+    copies: list[BlockCopy] = []
+
+
+ToExecutor = Welcome | Step
+decode_to_executor = msgspec.msgpack.Decoder(ToExecutor).decode
+
+encode = msgspec.msgpack.Encoder().encode
