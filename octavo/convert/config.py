@@ -84,15 +84,15 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
 def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Llama 3's parameters, recovered from the factors and proven by computing the factors again."""
     stored = np.array(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
-    scaling = {"rope_type": "llama3", "factor": float(stored.max()), **LLAMA3_ROPE}
+    factor = float(stored.max())
     theta = file.get(f"{file.architecture}.rope.freq_base", 10000.0)
-    expected = _llama3_factors(scaling["factor"], theta, head_dim)
+    expected = _llama3_factors(factor, theta, head_dim)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
         raise ModelError(
             f"{file.path} scales its rotary frequencies (rope_freqs.weight) in a way that is not Llama 3's. "
             "Give the model's Hugging Face id or directory instead."
         )
-    return scaling
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 
 
 def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:

@@ -17,15 +17,16 @@ class GGUFFile:
         self.path = path
         try:
             reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-            raise ModelError(
-                f"{path} is not a whole GGUF file ({error}). Download it again, or give another model."
-            ) from error
+        except (ValueError, IndexError, KeyError) as error:
+            raise ModelError(f"{path} is not a whole GGUF file ({error}). Download it again.") from error
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
         if (self.get("split.count") or 1) > 1:
             raise ModelError(
-                f"{path} is one part of a split GGUF file. Join the parts first: llama-gguf-split --merge {path} OUT.gguf"
+                f"{path} is one part of a split GGUF file. Join the parts first: "
+                f"llama-gguf-split --merge {path} OUT.gguf"
             )
         self.architecture: str = self.require("general.architecture")
 
@@ -46,7 +47,8 @@ class GGUFFile:
 
     def token_id(self, name: str) -> int | None:
         """The id of a special token: bos, eos, eot, eom, unknown, padding."""
-        return self.get(f"tokenizer.ggml.{name}_token_id")
+        token_id: int | None = self.get(f"tokenizer.ggml.{name}_token_id")
+        return token_id
 
 
 def shortest_float(value: float) -> float:

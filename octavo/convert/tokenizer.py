@@ -43,9 +43,7 @@ _TEKKEN = (
 )
 _GPT2_SPLIT = Split()
 _DIGITS_SPLIT = Split(digits_alone=True)
-_LLAMA3_SPLIT = Split(
-    regex=rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", ignore_merges=True, add_bos=True
-)
+_LLAMA3_SPLIT = Split(regex=rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", ignore_merges=True, add_bos=True)
 _QWEN2_SPLIT = Split(regex=rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}", normalize_nfc=True)
 
 # The names are llama.cpp's (`llm_tokenizer_bpe` in src/llama-vocab.cpp); the splits are the original tokenizers'.
@@ -109,8 +107,8 @@ def _byte_level_bpe(file: GGUFFile, split: Split) -> "Tokenizer":
 
     tokens, types = file.require("tokenizer.ggml.tokens"), _token_types(file)
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
-    merges = [tuple(merge.split(" ")) for merge in file.require("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))  # type: ignore[arg-type]
+    merges = _merges(file, vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
     if split.normalize_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = _pre_tokenizer(split)
@@ -118,6 +116,16 @@ def _byte_level_bpe(file: GGUFFile, split: Split) -> "Tokenizer":
     _add_tokens(tokenizer, tokens, types)
     _set_post_processor(tokenizer, file)
     return tokenizer
+
+
+def _merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
+    merges = []
+    for merge in file.require("tokenizer.ggml.merges"):
+        left, _, right = merge.partition(" ")
+        if not {left, right, left + right} <= vocab.keys():
+            raise ModelError(f"{file.path} merges {merge!r}, which its vocabulary lacks: the file is damaged.")
+        merges.append((left, right))
+    return merges
 
 
 def _pre_tokenizer(split: Split) -> "pre_tokenizers.PreTokenizer":
@@ -163,26 +171,25 @@ def _token_types(file: GGUFFile) -> list[int]:
 
 def _adds_bos(file: GGUFFile) -> bool:
     """Whether the model expects its first token to be BOS: as the file says, else as llama.cpp assumes."""
-    if file.get("tokenizer.ggml.model") == "llama":
-        default = True
-    else:
-        default = _split(file).add_bos
-    return bool(file.get("tokenizer.ggml.add_bos_token", default))
+    stated: bool | None = file.get("tokenizer.ggml.add_bos_token")
+    if stated is not None:
+        return stated
+    return file.get("tokenizer.ggml.model") == "llama" or _split(file).add_bos
 
 
 def _set_post_processor(tokenizer: "Tokenizer", file: GGUFFile) -> None:
-    """Let `encode` add BOS and EOS where the model expects them."""
+    """Let `encode` add BOS and EOS where the model expects them, and nowhere else."""
     from tokenizers import processors
 
     tokens = file.require("tokenizer.ggml.tokens")
     adds_eos = file.get("tokenizer.ggml.add_eos_token", False)
-    before = [file.token_id("bos")] if _adds_bos(file) else []
-    after = [file.token_id("eos")] if adds_eos else []
-    ids = [token_id for token_id in before + after if token_id is not None]
-    if not ids:
-        return
-    template = [*(tokens[i] for i in before if i is not None), "$A", *(tokens[i] for i in after if i is not None)]
-    pair = [*template, *(part.replace("$A", "$B") + ":1" for part in template)]
+    bos, eos = file.token_id("bos"), file.token_id("eos")
+    before = [(tokens[bos], bos)] if bos is not None and _adds_bos(file) else []
+    after = [(tokens[eos], eos)] if eos is not None and adds_eos else []
+
+    def around(part: str) -> list[str]:
+        return [*(token for token, _ in before), part, *(token for token, _ in after)]
+
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=template, pair=pair, special_tokens=[(tokens[i], i) for i in ids]
+        single=around("$A"), pair=[*around("$A"), *around("$B:1")], special_tokens=before + after
     )
