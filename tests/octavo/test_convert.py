@@ -14,14 +14,14 @@ from octavo.convert import convert_gguf
 from octavo.errors import ModelError
 from tests.octavo.tiny_gguf import CHAT_TEMPLATE, tiny_model, vocabulary, write_gguf
 
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=500000.0,
-    factor=32.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
@@ -79,7 +79,7 @@ def test_config_says_what_the_file_says(tmp_path: Path) -> None:
 
 def test_yarn_scaling_is_kept(tmp_path: Path) -> None:
     keys = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
-    named = {f"qwen2__rope__scaling__{key}": value for key, value in keys.items()}
+    named: dict[str, Any] = {f"qwen2__rope__scaling__{key}": value for key, value in keys.items()}
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("qwen2", head_dim=16), **named)
     expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read_json(converted(path) / "config.json")["rope_scaling"] == expected

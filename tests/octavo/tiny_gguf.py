@@ -28,17 +28,17 @@ def tiny_model(architecture: str, **config: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = dict(
-        vocab_size=len(vocabulary()[0]),
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=96,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
-        head_dim=32,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": len(vocabulary()[0]),
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(sizes | config)))
     with torch.no_grad():  # norms and biases too, which transformers sets to one and zero
         for parameter in model.parameters():
@@ -79,7 +79,8 @@ def rope_factors(config: Any) -> np.ndarray | None:
         return None
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    return ((1 / config.rope_parameters["rope_theta"] ** dims) / scaled).numpy()
+    factors: np.ndarray = ((1 / config.rope_parameters["rope_theta"] ** dims) / scaled).numpy()
+    return factors
 
 
 def _architecture(name: str) -> gguf.MODEL_ARCH:
