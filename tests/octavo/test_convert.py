@@ -107,6 +107,14 @@ def test_text_is_split_as_the_vocabulary_was_learned(pre: str, tmp_path: Path) -
     assert tokenizer.encode("12 1234hello w!").tokens == SPLITS[pre]
 
 
+def test_a_sentencepiece_vocabulary_is_converted(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", vocab_size=271), sentencepiece=True)
+    tokenizer = Tokenizer.from_file(str(converted(path) / "tokenizer.json"))
+    encoded = tokenizer.encode("hello  wé\n")
+    assert encoded.tokens == ["<s>", "▁hello", "▁", "▁w", "<0xC3>", "<0xA9>", "<0x0A>"]
+    assert tokenizer.decode(encoded.ids) == "hello  wé\n"
+
+
 def test_transformers_reads_the_same_tokenizer(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -46,12 +46,25 @@ def tiny_model(architecture: str, **config: Any) -> Any:
     return model.eval()
 
 
-def write_gguf(path: Path, model: Any, *, pre: str | None = "smollm", quantized: bool = False, **keys: Any) -> Path:
-    """Write `model` as llama.cpp would. `keys` are further metadata (dots as double underscores), None drops one."""
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    pre: str | None = "smollm",
+    sentencepiece: bool = False,
+    quantized: bool = False,
+    **keys: Any,
+) -> Path:
+    """Write `model` as llama.cpp would. `keys` are further metadata, with double underscores for dots."""
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     _add_config(writer, config)
-    _add_tokenizer(writer, pre)
+    if sentencepiece:
+        _add_sentencepiece(writer)
+    else:
+        _add_byte_level_bpe(writer, pre)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
     for key, value in keys.items():
         _add_value(writer, key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(_architecture(config.model_type), config.num_hidden_layers)
@@ -100,7 +113,7 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_key_length(config.head_dim)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, pre: str | None) -> None:
+def _add_byte_level_bpe(writer: gguf.GGUFWriter, pre: str | None) -> None:
     tokens, types = vocabulary()
     writer.add_tokenizer_model("gpt2")
     if pre is not None:
@@ -108,9 +121,17 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str | None) -> None:
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    """Llama 2's kind: no merges but scores, and a token for each byte that has no other."""
+    pieces = ["▁", "h", "e", "l", "o", "w", "he", "ll", "hell", "hello", "▁hello", "▁w"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+    writer.add_token_scores([*[0.0] * 259, *(-1000.0 * (len(piece) == 1) - i for i, piece in enumerate(pieces))])
+    writer.add_unk_token_id(0)
 
 
 def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
