@@ -29,6 +29,7 @@ from scheduler.interface import Counters, Limits, PlannedStep, Refusal, Update
 from scheduler.prefix import block_hash, root_hash
 from scheduler.sequence import Sequence, Share
 from scheduler.stopping import append_tokens, finish_reason, head
+from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
 
 __all__ = ["Limits", "PlannedStep", "Refusal", "Scheduler", "Sequence", "Update"]
@@ -71,6 +72,7 @@ class Scheduler:
         self.counters = Counters()
         self.blocks = BlockManager(limits.num_blocks)
         self.tenants = TenantUsage()
+        self.suspects = Suspects()
         self.sequences: dict[int, Sequence] = {}  # that have not ended
         self.running: list[Sequence] = []  # by priority, then in order of admission
         self.waiting: list[Sequence] = []  # by priority, then preempted ones, then in order of arrival
@@ -182,7 +184,7 @@ class Scheduler:
 
     def schedule(self) -> PlannedStep | None:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
-        if len(self.steps_in_flight) >= MAX_STEPS_IN_FLIGHT or (self.steps_in_flight and self.must_drain):
+        if len(self.steps_in_flight) >= (1 if self.must_drain or self.suspects else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
         plan = Plan(self.limits.max_num_batched_tokens)
@@ -201,7 +203,7 @@ class Scheduler:
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit in order; one that waits for its own late result or for a prefix in flight may be overtaken."""
         num_places = self.limits.max_num_seqs - len(self.running)
-        for sequence in self.waiting[:num_places]:
+        for sequence in self.suspects.admissible(self.waiting, self.running)[:num_places]:
             if not plan.budget:
                 return
             if sequence.in_flight:
@@ -354,6 +356,8 @@ class Scheduler:
             return
         self.tenants.serve(sequence.tenant, len(token_ids))
         self.counters.num_generated_tokens += len(token_ids)
+        if sequence.num_deaths:
+            self.suspects.clear(sequence)
         logprobs = given.logprobs
         if logprobs is not None and len(token_ids) < len(given.token_ids):
             logprobs = head(logprobs, len(token_ids))
@@ -416,7 +420,11 @@ class Scheduler:
         self.forget = dict.fromkeys(step.forget) | self.forget
 
     def reset_executor(self, num_blocks: int) -> None:
-        """The executor and all KV are gone; the next has `num_blocks`. What can no longer fit ends with "error"."""
+        """The executor and all KV are gone; the next has `num_blocks`.
+
+        What can no longer fit ends with "error", and so does a sequence that was in flight alone, not the first time.
+        """
+        culprit = self.suspects.accuse({share.sequence for step in self.steps_in_flight for share in step.shares})
         self.steps_in_flight.clear()
         self.computing.clear()
         self.forget.clear()
@@ -430,6 +438,8 @@ class Scheduler:
             sequence.is_on_executor = False
         for sequence in running:
             self._wait_again(sequence)
+        if culprit:
+            self.fail(culprit.seq_id, "the executor died with this request alone, and not for the first time")
         for sequence in list(self.sequences.values()):
             if num_blocks and (misfit := self._misfit(sequence)):
                 self._finish(sequence, "error", error=misfit)
@@ -458,6 +468,7 @@ class Scheduler:
         self._let_go(sequence)
         self._forget_on_executor(sequence)
         self.tenants.leave(sequence.tenant)
+        self.suspects.clear(sequence)
         del self.sequences[sequence.seq_id]
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._update(sequence, token_ids or [], reason, logprobs, error)

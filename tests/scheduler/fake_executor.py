@@ -7,7 +7,8 @@ schedule that is right gives the tokens of `reference`.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
@@ -242,6 +243,10 @@ class Driver:
         self.scheduler.reset_executor(num_blocks)
         self.settle()
 
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self.step()
+
     def step(self, *, ahead: bool = False) -> None:
         """One step at depth 0, or one planned ahead of the result of another."""
         planned = self.send()
@@ -269,8 +274,18 @@ class Driver:
         if self.checks_moves:
             self.scheduler.check_integrity()
 
-    def reference(self, seq_id: int) -> tuple[list[int], str]:
-        return reference(self.prompts[seq_id], self.sequences[seq_id].sampling, self.limits.max_model_len)
+    @staticmethod
+    def expect(prompt: Iterable[int], **sampling: Any) -> tuple[list[int], str]:
+        """Return what a sequence gives that runs alone: its tokens and finish reason."""
+        return reference(prompt, SamplingParams(seed=0, **sampling))
+
+    def assert_prompt_logprobs(self, seq_id: int) -> None:
+        """They came once, for every prompt token but the first, each with the right value."""
+        prompt, slot, expected = self.prompts[seq_id], 0, Logprobs(0)
+        for token_id, following in pairwise(prompt):
+            slot = slot_value(slot, token_id)
+            expected += prompt_logprob(slot, following)
+        assert self.prompt_logprobs[seq_id] == [expected]
 
     def reasons(self) -> dict[int, str | None]:
         return {seq_id: update.finish_reason for seq_id, update in self.finished.items()}
@@ -279,7 +294,10 @@ class Driver:
         """Every sequence has the tokens it would have alone, and every block is back."""
         assert set(self.finished) == set(self.sequences)
         for seq_id, update in self.finished.items():
-            tokens, reason = self.reference(seq_id)
+            sampling = self.sequences[seq_id].sampling
+            tokens, reason = reference(self.prompts[seq_id], sampling, self.limits.max_model_len)
+            if sampling.num_prompt_logprobs is not None and (self.outputs[seq_id] or update.finish_reason == "length"):
+                self.assert_prompt_logprobs(seq_id)
             if update.finish_reason in ("abort", "error"):
                 assert self.outputs[seq_id] == tokens[: len(self.outputs[seq_id])], seq_id
             else:
