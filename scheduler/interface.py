@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.messages import Logprobs, SequenceStep
 
 
@@ -33,12 +35,11 @@ class PlannedStep:
     forget: list[int]  # seq_ids
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """New tokens of one sequence, and its end if `finish_reason` is set; after that none follows."""
 
     seq_id: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     finish_reason: str | None = None  # stop, length, abort or error
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission

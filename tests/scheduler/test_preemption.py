@@ -12,8 +12,12 @@ def preempted(driver: Driver) -> list[int]:
 
 
 def until_preemption(driver: Driver, *, ahead: bool = False) -> None:
+    """Stop right after the plan that preempted, with the step before it in flight if `ahead`."""
+    driver.send()
     while not driver.scheduler.counters.num_preemptions:
-        driver.step(ahead=ahead)
+        if len(driver.sent) > ahead:
+            driver.receive()
+        driver.send()
 
 
 def test_the_youngest_gives_way_and_resumes_with_its_tokens() -> None:
@@ -58,6 +62,7 @@ def test_a_victim_that_is_in_the_step_already_leaves_it() -> None:
     driver.start(1, range(4), max_tokens=25, tenant="b")
     until_preemption(driver)
     assert [share.seq_id for share in driver.steps[-1].sequences] == [1]
+    assert preempted(driver) == [0]
     driver.run()
     driver.assert_complete()
 
@@ -131,7 +136,7 @@ def test_each_state_on_the_executor_is_forgotten_once() -> None:
     assert sorted(forgotten) == sorted(inits)
 
 
-@pytest.mark.parametrize("num_batched_tokens", [1, 3, 64])
+@pytest.mark.parametrize("num_batched_tokens", [2, 3, 64])
 def test_prompt_logprobs_come_whole_and_once_through_preemption(num_batched_tokens: int) -> None:
     driver = Driver(8, max_num_batched_tokens=num_batched_tokens)
     driver.start(0, range(6), max_tokens=20, tenant="a")

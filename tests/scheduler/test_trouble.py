@@ -34,9 +34,13 @@ def decoding_ahead(driver: Driver) -> None:
 
 def preempted_in_flight(driver: Driver) -> None:
     driver.start(1, range(9), max_tokens=20, priority=-1)
+    driver.send()
     while not driver.scheduler.counters.num_preemptions:
-        driver.step(ahead=True)
+        if len(driver.sent) > 1:
+            driver.receive()
+        driver.send()
     assert [sequence.seq_id for sequence in driver.scheduler.waiting] == [0]
+    assert driver.scheduler.num_held_blocks > 0
 
 
 STATES = [waiting, in_flight, two_in_flight, decoding, decoding_ahead, preempted_in_flight]
