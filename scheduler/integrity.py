@@ -15,7 +15,7 @@ def check(scheduler: "Scheduler") -> None:
     held = [share.held_blocks for share in shares if share.held_blocks]
     scheduler.blocks.check_integrity([sequence.block_table for sequence in scheduler.running] + held)
     assert scheduler.num_held_blocks == sum(map(len, held)), "the blocks held by steps in flight are miscounted"
-    assert set(shares).issuperset(scheduler.computing.values()), "a hash is computed by no step in flight"
+    assert set(shares).issuperset(scheduler.prefixes.computing.values()), "a hash is computed by no step in flight"
     _check_queues(scheduler)
     _check_steps(scheduler, shares)
     for sequence in scheduler.running:

@@ -1,29 +1,10 @@
-"""What goes into the Scheduler and comes out of it, beside sequences."""
+"""What comes out of the Scheduler."""
 
 from dataclasses import dataclass, field
 
 import msgspec
 
 from protocol.messages import Logprobs, SequenceStep
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    num_blocks: int  # 0 while no executor has said: then nothing is planned and nothing refused for its size
-    block_size: int  # tokens
-    max_model_len: int  # tokens, prompt and output together
-    max_num_seqs: int  # in one step
-    max_num_batched_tokens: int  # in one step
-    max_num_waiting_seqs: int
-    enable_prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a sequence is not taken; `temporary` if it would be taken later."""
-
-    reason: str
-    temporary: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,7 @@ def test_refusals() -> None:
     driver.start(0, [1])
     assert (refused := refusal(driver.make(1, [1]))) is not None
     assert refused.temporary
+    assert refusal(driver.make(1, [1], [2])) is None  # was taken before, by another scheduler
 
 
 def test_nothing_is_planned_before_an_executor_says_how_many_blocks_it_has() -> None:
