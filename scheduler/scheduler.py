@@ -2,7 +2,7 @@
 
 Every sequence that was taken ends, whatever the order of events, as long as steps are done:
 
-1. Among running sequences, let B be the one that would be preempted last (`_victim` is a total order, by priority,
+1. Among running sequences, let B be the one that would be preempted last (`_victim_key` is a total order: priority,
    tokens served to the tenant, arrival). Until some sequence gets a new token or ends, that order stands still,
    because recomputed tokens are not served again; a sequence that joins can only replace B by a better B.
 2. B has its blocks or gets them: while others run they are preempted before B, what steps in flight hold comes free
@@ -128,8 +128,6 @@ class Scheduler:
         """Cached blocks that were taken for something else, from the start on."""
         return self.blocks.num_evicted
 
-    # Sequences come and go
-
     def refusal(self, sequence: Sequence) -> Refusal | None:
         """Return why `add` would be wrong now, or None."""
         return refusal(sequence, self.limits, self.blocks.num_blocks, len(self.waiting))
@@ -163,8 +161,6 @@ class Scheduler:
         """Return what happened since the last call, in order."""
         updates, self._updates = self._updates, []
         return updates
-
-    # Planning
 
     def schedule(self) -> PlannedStep | None:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
@@ -291,8 +287,6 @@ class Scheduler:
         init = sequence.make_init() if share.has_init else None
         return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table.tobytes(),), share.samples, init)
 
-    # Results
-
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight; that of any other step is ignored."""
         if not self.steps_in_flight or self.steps_in_flight[0].step_id != result.step_id:
@@ -355,8 +349,6 @@ class Scheduler:
         if share.has_init:
             share.sequence.needs_init = True
 
-    # What goes wrong
-
     def need_init(self, step_id: int, seq_ids: Iterable[int]) -> None:
         """The executor did not do `step_id`, nor any later step: it has no state for `seq_ids`.
 
@@ -412,8 +404,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the accounts do not agree."""
         check(self)
-
-    # Common parts
 
     def _finish(
         self,
