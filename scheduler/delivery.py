@@ -1,8 +1,8 @@
 """What each gateway has got: a pure ledger that makes every token arrive once, whatever the link does.
 
 A request's output is kept from its Submit until a Hello no longer lists it. `num_sent_tokens` moves forward with each
-message that the socket took and back to what a Hello says was received, so one rule serves new tokens, lost messages and
-gateways that read slowly: send what lies beyond it.
+message that the socket took and back to what a Hello says was received, so one rule serves new tokens, lost messages
+and gateways that read slowly: send what lies beyond it.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from protocol.messages import Hello, Logprobs, Output, Outputs, Submit
-from scheduler.sequence import Update
+from scheduler.scheduler import Update
 
 MAX_OUTPUTS_BYTES = 8 << 20  # of one message, one request's output at least
 RETRY_S = 0.02  # between tries to send to a gateway whose queue is full

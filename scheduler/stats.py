@@ -33,7 +33,7 @@ def step_size(sequences: Sequence[SequenceStep], *, follows_idleness: bool) -> S
 class StepPredictor:
     """When the next plan is due: as late as the executor does not notice.
 
-    For each kind of step a running mean and mean deviation of the executor's time, and the same for what planning takes here.
+    Keeps for each kind of step a running mean and mean deviation of the executor's time, and how long planning takes.
     """
 
     def __init__(self) -> None:
