@@ -23,7 +23,7 @@ class Arrival(Enum):
 
 
 @dataclass(slots=True)
-class StepInFlight:
+class SentStep:
     step_id: int
     frame: bytes
     size: StepSize
@@ -41,7 +41,7 @@ class ExecutorLink:
         self.num_lives = 0
         self._ranks: dict[int, tuple[bytes, ExecutorReady]] = {}
         self._retired: set[str] = set()
-        self._window: dict[int, StepInFlight] = {}  # in order of step_id
+        self._window: dict[int, SentStep] = {}  # in order of step_id
         self._last_heard_s = 0.0
         self._is_reachable = False
 
@@ -112,11 +112,11 @@ class ExecutorLink:
         return Welcome(self.scheduler_incarnation, self.incarnation, self.num_blocks, first_step_id)
 
     @property
-    def oldest(self) -> StepInFlight | None:
+    def oldest(self) -> SentStep | None:
         """Return the step that the executor does, or will do, first."""
         return next(iter(self._window.values()), None)
 
-    def add(self, step: StepInFlight) -> None:
+    def add(self, step: SentStep) -> None:
         """Put a step in flight."""
         assert not self._window or step.step_id == next(reversed(self._window)) + 1, "steps are numbered without a gap"
         self._window[step.step_id] = step
@@ -136,7 +136,7 @@ class ExecutorLink:
             and message.step_id in self._window
         )
 
-    def complete(self, result: StepResult) -> Iterator[tuple[StepInFlight, StepResult]]:
+    def complete(self, result: StepResult) -> Iterator[tuple[SentStep, StepResult]]:
         """Keep a current result; yield those whose turn it is, in order of their steps."""
         self._window[result.step_id].result = result
         while (step := self.oldest) is not None and step.result is not None:

@@ -29,7 +29,7 @@ from protocol.messages import (
     encode,
 )
 from protocol.sockets import bind_router, hold_address, new_identity, try_send
-from scheduler.executor_link import Arrival, ExecutorLink, StepInFlight
+from scheduler.executor_link import Arrival, ExecutorLink, SentStep
 from scheduler.frontend import Frontend, Service
 from scheduler.inbox import Inbox
 from scheduler.scheduler import Limits, Scheduler
@@ -289,7 +289,7 @@ class Server:
         size = step_size(planned.sequences, follows_idleness=self._was_idle)
         if self.link.oldest is None:
             self._oldest_started_s = started_s
-        self.link.add(StepInFlight(planned.step_id, frame, size))
+        self.link.add(SentStep(planned.step_id, frame, size))
         self._send_to_executors(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)
