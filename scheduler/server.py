@@ -96,9 +96,9 @@ class Server:
         self._logged: Stats | None = None
         self._logged_s = self._stats_sent_s = clock()
         self._is_stopping = False
-        wake_reader, self._wake_writer = wakeup
+        self._wake_reader, self._wake_writer = wakeup
         self._poller = zmq.Poller()
-        for source in (backend, frontend, wake_reader):
+        for source in (backend, frontend, self._wake_reader):
             self._poller.register(source, zmq.POLLIN)
 
     def run(self) -> None:
@@ -115,13 +115,13 @@ class Server:
             self.turn()
 
     def stop(self) -> None:
-        """Let `run` return soon. May be called from a signal handler or another thread."""
-        self._is_stopping = True
+        """Let `run` return soon. May be called once, from a signal handler or another thread."""
         os.write(self._wake_writer, b".")
 
     def turn(self) -> None:
         """Wait for something to do, and do it."""
-        self._poller.poll(self._patience_ms())
+        arrived = self._poller.poll(self._patience_ms())
+        self._is_stopping = any(source == self._wake_reader for source, _ in arrived)
         for identity, message in self.executors.take(MAX_EXECUTOR_MESSAGES_A_TURN):
             self._on_executor_message(identity, message)
         self._may_plan |= self.frontend.receive()

@@ -137,11 +137,15 @@ class FakeGateway:
         self, request_id: str, prompt_token_ids: Iterable[int], sampling: SamplingParams, **options: object
     ) -> Stream:
         stream = Stream(request_id, list(prompt_token_ids), sampling, options)
-        with self._lock:
-            assert request_id not in self.streams
-            self.streams[request_id] = self._in_flight[request_id] = stream
-            self._submit(stream)
+        self.resume(stream)
         return stream
+
+    def resume(self, stream: Stream) -> None:
+        """Submit a stream with the tokens that it has."""
+        with self._lock:
+            assert stream.request_id not in self.streams
+            self.streams[stream.request_id] = self._in_flight[stream.request_id] = stream
+            self._submit(stream)
 
     def abort(self, stream: Stream) -> None:
         """Leave a stream, as a client that disconnects: whatever comes later is ignored."""
@@ -149,6 +153,11 @@ class FakeGateway:
             if not stream.ended.is_set():
                 self._outbox.append(Abort(stream.request_id))
                 self._end(stream, "abort")
+
+    def wait_turn(self) -> None:
+        """Wait until something else may have arrived."""
+        self.check()
+        self._stop.wait(0.002)
 
     def check(self) -> None:
         if self.error is not None:

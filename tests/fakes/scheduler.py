@@ -1,8 +1,11 @@
 """The real scheduler's server, in a thread."""
 
+import shutil
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.config import Config
@@ -10,9 +13,18 @@ from scheduler.scheduler import Scheduler
 from scheduler.server import Server, open_server
 
 
+@contextmanager
+def socket_directory() -> Iterator[Path]:
+    """Make a private directory whose path is short enough for sockets; pytest's own may not be."""
+    path = Path(tempfile.mkdtemp(prefix="octavo-test-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
 def toy_config(directory: Path, **settings: object) -> Config:
-    """Return the Config of a scheduler whose sockets lie in `directory`, which is made private."""
-    directory.chmod(0o700)
+    """Return the Config of a scheduler whose sockets lie in `directory`."""
     chosen: dict[str, object] = {
         "frontend_address": f"ipc://{directory}/frontend",
         "backend_address": f"ipc://{directory}/backend",
@@ -54,7 +66,7 @@ class ServerThread:
             raise self.error
 
     def kill(self) -> None:
-        if self.server is not None and self._thread.is_alive():
+        if self.server is not None and self.error is None and self._thread.is_alive():
             self.server.stop()
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -69,9 +81,10 @@ class ServerThread:
         """Wait until nothing is left to do, then assert that all blocks are back and the accounts agree."""
         wait_until(lambda: self.error or (not self.scheduler.has_work and self.scheduler.num_in_flight == 0))
         self.kill()  # the thread may touch the scheduler no more
-        if self.error is None:
-            self.scheduler.check_integrity()
-            assert self.scheduler.num_used_blocks == 0
+        if self.error is not None:
+            raise self.error
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_used_blocks == 0
 
     def _run(self) -> None:
         try:
