@@ -115,7 +115,7 @@ class FakeScheduler:
         max_model_len: int = 8192,
         vocab_size: int = 49152,
     ) -> None:
-        self.reply = reply
+        self.address, self.reply = address, reply
         self.tokens_per_step, self.step_s, self.faults = tokens_per_step, step_s, faults
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.incarnation, self.model_fingerprint = new_identity(), "fingerprint"
@@ -127,9 +127,6 @@ class FakeScheduler:
         self.records: dict[tuple[bytes, str], Record] = {}
         self._hello_seqs: dict[bytes, int] = {}
         self._arrived = asyncio.Condition()
-        self._context = zmq.Context()
-        self._router = bind_router(self._context, address)
-        self.address = str(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     def restart(self, *, model_fingerprint: str | None = None) -> None:
         """Come back as another life that knows nothing, perhaps with another model."""
@@ -151,6 +148,12 @@ class FakeScheduler:
         """End everything that runs with an error."""
         for record in self.records.values():
             self._end(record, "error", error)
+
+    def open(self) -> None:
+        """Bind; a wildcard in `address` is replaced by what was found."""
+        self._context = zmq.Context()
+        self._router = bind_router(self._context, self.address)
+        self.address = str(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -289,6 +292,7 @@ class FakeScheduler:
 @asynccontextmanager
 async def running(scheduler: FakeScheduler) -> AsyncIterator[FakeScheduler]:
     """Run `scheduler` while the context lasts, in this event loop."""
+    scheduler.open()
     task = asyncio.create_task(scheduler.run())
     try:
         yield scheduler
