@@ -84,6 +84,20 @@ class Faults:
 
 
 @dataclass
+class LoseFirst:
+    """A network that loses the first message of `kind` and no other."""
+
+    kind: type
+    lost: bool = False
+
+    def carry(self, item: Item) -> list[Item]:
+        if not self.lost and isinstance(item, tuple) and isinstance(item[1], self.kind):
+            self.lost = True
+            return []
+        return [item]
+
+
+@dataclass
 class Record:
     """One request of one gateway, kept until a Hello says that the finish arrived."""
 
@@ -111,7 +125,7 @@ class FakeScheduler:
         reply: Reply = computed_reply,
         tokens_per_step: int = 1,
         step_s: float = 0.001,
-        faults: Faults | None = None,
+        faults: Faults | LoseFirst | None = None,
         max_model_len: int = 8192,
         vocab_size: int = 49152,
     ) -> None:
@@ -134,6 +148,11 @@ class FakeScheduler:
         self.model_fingerprint = model_fingerprint or self.model_fingerprint
         self.records.clear()
         self._hello_seqs.clear()
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send `frame`, whatever it is, to every gateway that said Hello."""
+        for identity in self._hello_seqs:
+            try_send(self._router, [identity, frame])
 
     async def wait_for(self, kind: type[AnyMessage], count: int = 1) -> list[AnyMessage]:
         """Return the first `count` messages of `kind` once they have arrived."""
