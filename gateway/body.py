@@ -62,7 +62,9 @@ def _invalid(complaint: str, kind: Any) -> RequestError:
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", reason, re.DOTALL):
         name = _join(param, unknown[1])
         known = [field.name for field in msgspec.structs.fields(kind)]
-        return RequestError(f"{name!r} is not a field here{nearest(unknown[1], known)}", param=name, code="unknown_parameter")
+        return RequestError(
+            f"{name!r} is not a field here{nearest(unknown[1], known)}", param=name, code="unknown_parameter"
+        )
     if value := re.fullmatch(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
         return RequestError(f"{param} cannot be {value[1]}", param=param, code="unsupported_value")
     words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)

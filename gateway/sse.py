@@ -1,9 +1,10 @@
-"""Server-sent events: one frame an event, comments while nothing happens, and an end that tells failure from success."""
+"""Server-sent events: one frame an event, comments while nothing happens, and an end that tells failure."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.errors import RequestError, error_body
@@ -11,11 +12,8 @@ from gateway.errors import RequestError, error_body
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
-HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
-]
+# nginx would hold chunks back without the last.
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class ChunkWriter:
@@ -41,13 +39,15 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-class EventStream:
+class EventStream(Response):
     """The response that sends `events`. Whatever ends it (the last event, a failure, the client), `close` is called.
 
     A RequestError from `events` becomes one error event and the end, without [DONE] and without a finish_reason.
     """
 
     def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], keep_alive_s: float) -> None:
+        self.status_code, self.media_type, self.background = 200, "text/event-stream", None
+        self.init_headers(HEADERS)
         self.events = events
         self.close = close
         self.keep_alive_s = keep_alive_s
@@ -56,7 +56,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks: list[asyncio.Task[None]] = []
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             writing = asyncio.create_task(self._write(send))
             leaving = asyncio.create_task(wait_for_disconnect(receive))
             tasks = [writing, leaving, asyncio.create_task(self._ping(send))]
