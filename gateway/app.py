@@ -14,17 +14,13 @@ from starlette.routing import Route
 
 from gateway.auth import Authentication
 from gateway.chat import chat_completions
-from gateway.chat_template import ChatTemplate
-from gateway.client import SchedulerClient
 from gateway.completions import completions
-from gateway.engine import Engine
+from gateway.engine import Engine, scheduler_clients
 from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
 from gateway.metrics import CountRequests, Metrics, SchedulerCollector, show_metrics
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
-from gateway.sampling import check_defaults
 from gateway.service import Service
-from gateway.tokenizer import Tokenizer
 from protocol.config import Config
 
 KEEP_ALIVE_S = 10.0
@@ -79,21 +75,13 @@ def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlet
 
 def _lifespan(config: Config, model_names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
     files = read_model_files(config)
-    check_defaults(files.sampling_defaults)
-    tokenizer = Tokenizer(files.directory)
-    control_tokens = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.special_token_ids)]
-    template = ChatTemplate(files.chat_template, files.special_tokens, control_tokens)
     seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
-        clients = [
-            SchedulerClient(address, peer_timeout_s=config.peer_timeout_s)
-            for address in config.schedulers or (config.frontend_address,)
-        ]
-        async with Engine(clients, tokenizer) as engine:
+        async with Engine(scheduler_clients(config), files.tokenizer) as engine:
             metrics.registry.register(SchedulerCollector(engine, model_names[0]))
-            yield {"service": Service(model_names, files, engine, tokenizer, template, metrics, seeds, keep_alive_s)}
-        tokenizer.close()
+            yield {"service": Service(model_names, files, engine, metrics, seeds, keep_alive_s)}
+        files.tokenizer.close()
 
     return lifespan

@@ -22,7 +22,7 @@ from gateway.openai_responses import (
     ChatLogprobs,
     encode,
 )
-from gateway.openai_types import ChatMessage, ChatRequest, chat_decoder, check_common, refuse_unsupported
+from gateway.openai_types import ChatRequest, chat_decoder, check_common, refuse_unsupported
 from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
@@ -69,20 +69,16 @@ async def _answer(service: Service, tenant: str, body: ChatRequest, arrived_s: f
 
 
 async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) -> list[int]:
-    messages = [_for_template(message, service.files.chat_template or "") for message in body.messages]
+    messages = [
+        {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+        for message in body.messages
+    ]
     check_text_length(sum(len(message["content"]) for message in messages), ready.max_model_len, "messages")
     try:
-        chat = await asyncio.to_thread(service.template.render, messages)
-        return await service.tokenizer.encode_chat(chat)
+        chat = await asyncio.to_thread(service.files.chat_template.render, messages)
+        return await service.files.tokenizer.encode_chat(chat)
     except ChatTemplateError as error:
         raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
-
-
-def _for_template(message: ChatMessage, template: str) -> dict[str, str]:
-    """Return the message as templates take it; a template that never heard of developers gets a system message."""
-    is_unknown = message.role == "developer" and "developer" not in template
-    rendered = {"role": "system" if is_unknown else message.role, "content": message.text}
-    return rendered if message.name is None else rendered | {"name": message.name}
 
 
 def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
@@ -115,7 +111,7 @@ class _Renderer:
     """Writes the answer to one request, in one piece or in chunks."""
 
     def __init__(self, service: Service, body: ChatRequest, response_id: str, model: str, fingerprint: str) -> None:
-        self._tokenizer = service.tokenizer
+        self._tokenizer = service.files.tokenizer
         self._logprobs_wanted = bool(body.logprobs)
         self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint

@@ -97,7 +97,7 @@ async def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready
         check_token_ids(prompt, ready.vocab_size, "prompt")
         return Prompt(None, prompt)
     check_text_length(len(prompt), ready.max_model_len, "prompt")
-    token_ids = await service.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    token_ids = await service.files.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
     if not token_ids:
         raise RequestError("prompt is empty", param="prompt", code="invalid_value")
     return Prompt(prompt, token_ids)
@@ -135,14 +135,15 @@ class _Renderer:
     def __init__(
         self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt], response_id: str, model: str
     ) -> None:
-        self._tokenizer = service.tokenizer
+        self._tokenizer = service.files.tokenizer
         self._prompts = prompts if body.echo else None
         self._skip_special_tokens = body.skip_special_tokens is not False
         self._logprobs_wanted = body.logprobs is not None
         self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._id, self._created, self._model = response_id, int(time.time()), model
         self._logprobs_writers = [
-            CompletionLogprobsWriter(service.tokenizer, skip_special_tokens=self._skip_special_tokens) for _ in prompts
+            CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=self._skip_special_tokens)
+            for _ in prompts
         ]
 
     async def whole(self, choices: Choices, ready: Ready) -> Completion:

@@ -18,14 +18,6 @@ MAX_CHARACTERS_PER_TOKEN = 256
 Value = TypeVar("Value", int, float)
 
 
-def check_defaults(defaults: SamplingDefaults) -> None:
-    """Raise ValueError if the model's generation config holds a value that no request could ask for."""
-    try:
-        msgspec.convert(msgspec.to_builtins(_params(CommonRequest(), defaults)), SamplingParams)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"generation_config.json: {error}") from None
-
-
 def sampling_params(
     request: CommonRequest,
     defaults: SamplingDefaults,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.chat_template import ChatTemplate
 from gateway.engine import Engine
 from gateway.errors import STATUS_CLIENT_CLOSED, RequestError, unavailable
 from gateway.metrics import Metrics
@@ -17,7 +16,6 @@ from gateway.model_files import ModelFiles
 from gateway.openai_types import CommonRequest
 from gateway.sampling import unsigned_seed
 from gateway.sse import wait_for_disconnect
-from gateway.tokenizer import Tokenizer
 from protocol.messages import Ready
 
 
@@ -26,8 +24,6 @@ class Service:
     model_names: tuple[str, ...]  # requests may use any; the first is the default
     files: ModelFiles
     engine: Engine
-    tokenizer: Tokenizer
-    template: ChatTemplate
     metrics: Metrics
     seeds: random.Random
     keep_alive_s: float

@@ -34,14 +34,14 @@ class Served:
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
         return await self.http.post(path, content=content, headers=headers)
 
-    async def chat(self, **fields: Any) -> Any:
+    async def chat(self, content: Any = "hi", **fields: Any) -> Any:
         """Return the answer to a chat request that must succeed."""
-        response = await self.post("/v1/chat/completions", chat(**fields))
+        response = await self.post("/v1/chat/completions", chat(content, **fields))
         assert response.status_code == 200, response.text
         return response.json()
 
-    async def complete(self, **fields: Any) -> Any:
-        response = await self.post("/v1/completions", completion(**fields))
+    async def complete(self, prompt: Any = "hi", **fields: Any) -> Any:
+        response = await self.post("/v1/completions", completion(prompt, **fields))
         assert response.status_code == 200, response.text
         return response.json()
 

@@ -1,5 +1,6 @@
 """Chat: the shapes of answers and chunks, and that a stream says the same as an answer in one piece."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def joined(chunks: list[Any], index: int) -> dict[str, Any]:
     logprobs = [choice["logprobs"]["content"] for choice in own if choice["logprobs"]]
     return {
         "text": "".join(choice["delta"]["content"] for choice in own),
-        "logprobs": sum(logprobs, []) if logprobs else None,
+        "logprobs": list(chain(*logprobs)) if logprobs else None,
         "finish_reason": own[-1]["finish_reason"],
         "stop_reason": own[-1]["stop_reason"],
     }

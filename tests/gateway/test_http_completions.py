@@ -1,5 +1,6 @@
 """Completions: every form of prompt, echo and log probabilities, streamed and not."""
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ async def test_a_stream_says_what_the_answer_says(served: Served, name: str) -> 
 
 def joined_logprobs(parts: list[Any]) -> Any:
     lists = [part["logprobs"] for part in parts if part["logprobs"]]
-    return {name: sum((part[name] for part in lists), []) for name in lists[0]} if lists else None
+    return {name: list(chain(*(part[name] for part in lists))) for name in lists[0]} if lists else None
 
 
 async def test_logprobs_are_parallel_lists(served: Served) -> None:
