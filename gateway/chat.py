@@ -47,6 +47,9 @@ def check_chat(body: ChatRequest) -> None:
             raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
     if body.top_logprobs is not None and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    if body.add_generation_prompt and body.continue_final_message:
+        complaint = "continue_final_message and add_generation_prompt exclude each other"
+        raise RequestError(complaint, param="continue_final_message", code="invalid_value")
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         complaint = "max_tokens and max_completion_tokens mean the same: they must agree"
         raise RequestError(complaint, param="max_tokens", code="invalid_value")
@@ -73,12 +76,20 @@ async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) ->
         {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
         for message in body.messages
     ]
+    continues = bool(body.continue_final_message)
     check_text_length(sum(len(message["content"]) for message in messages), ready.max_model_len, "messages")
     try:
-        chat = await asyncio.to_thread(service.files.chat_template.render, messages)
+        chat = await asyncio.to_thread(
+            service.files.chat_template.render,
+            messages,
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
+            template_kwargs=body.chat_template_kwargs,
+        )
         return await service.files.tokenizer.encode_chat(chat)
     except ChatTemplateError as error:
-        raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        param = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
+        raise RequestError(str(error), param=param, code="invalid_value") from None
 
 
 def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:

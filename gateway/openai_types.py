@@ -6,7 +6,7 @@ same as leaving it out.
 
 import typing
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,15 +23,19 @@ Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
-class OnlyNeutral(NamedTuple):
-    """Marks a field that is not implemented: null and these values are taken, for they ask for nothing."""
+class OnlyNeutral:
+    """Marks a field that is not implemented: null and these values are taken, for they ask for nothing.
 
-    values: tuple[Any, ...] = ()
+    Compared by identity: `typing` keeps one Annotated for equal marks, and 0 equals False.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
 
 
 Unsupported = Annotated[Any, OnlyNeutral()]
-UnsupportedSwitch = Annotated[Any, OnlyNeutral((False,))]
-UnsupportedList = Annotated[Any, OnlyNeutral(([],))]
+UnsupportedSwitch = Annotated[Any, OnlyNeutral(False)]
+UnsupportedList = Annotated[Any, OnlyNeutral([])]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -74,8 +78,8 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
 
     prompt_logprobs: Unsupported = None
-    priority: Annotated[Any, OnlyNeutral((0,))] = None
-    response_format: Annotated[Any, OnlyNeutral(({"type": "text"},))] = None
+    priority: Annotated[Any, OnlyNeutral(0)] = None
+    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
     structured_outputs: Unsupported = None
     guided_json: Unsupported = None
     guided_regex: Unsupported = None
@@ -86,8 +90,8 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     logprob_token_ids: Unsupported = None
     logits_processors: UnsupportedList = None
     use_beam_search: UnsupportedSwitch = None
-    length_penalty: Annotated[Any, OnlyNeutral((1, 1.0))] = None
-    spaces_between_special_tokens: Annotated[Any, OnlyNeutral((True,))] = None
+    length_penalty: Annotated[Any, OnlyNeutral(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     truncate_prompt_tokens: Unsupported = None
     return_token_ids: UnsupportedSwitch = None
     return_tokens_as_token_ids: UnsupportedSwitch = None
@@ -129,28 +133,29 @@ class ChatRequest(CommonRequest, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
     # Advisory: OpenAI's successors of `user`.
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     tools: UnsupportedList = None
-    tool_choice: Annotated[Any, OnlyNeutral(("none",))] = None
-    parallel_tool_calls: Annotated[Any, OnlyNeutral((True, False))] = None
+    tool_choice: Annotated[Any, OnlyNeutral("none")] = None
+    parallel_tool_calls: Annotated[Any, OnlyNeutral(True, False)] = None
     functions: UnsupportedList = None
-    function_call: Annotated[Any, OnlyNeutral(("none",))] = None
-    modalities: Annotated[Any, OnlyNeutral((["text"],))] = None
+    function_call: Annotated[Any, OnlyNeutral("none")] = None
+    modalities: Annotated[Any, OnlyNeutral(["text"])] = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
-    reasoning_effort: Annotated[Any, OnlyNeutral(("none",))] = None
-    include_reasoning: Annotated[Any, OnlyNeutral((True,))] = None
-    verbosity: Annotated[Any, OnlyNeutral(("medium",))] = None
+    reasoning_effort: Annotated[Any, OnlyNeutral("none")] = None
+    include_reasoning: Annotated[Any, OnlyNeutral(True)] = None
+    verbosity: Annotated[Any, OnlyNeutral("medium")] = None
     echo: UnsupportedSwitch = None
     add_special_tokens: UnsupportedSwitch = None
-    add_generation_prompt: Annotated[Any, OnlyNeutral((True,))] = None
-    continue_final_message: UnsupportedSwitch = None
     chat_template: Unsupported = None
-    chat_template_kwargs: Annotated[Any, OnlyNeutral(({},))] = None
     documents: UnsupportedList = None
     mm_processor_kwargs: Unsupported = None
 
@@ -161,8 +166,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
-    best_of: Annotated[Any, OnlyNeutral((1,))] = None
-    suffix: Annotated[Any, OnlyNeutral(("",))] = None
+    best_of: Annotated[Any, OnlyNeutral(1)] = None
+    suffix: Annotated[Any, OnlyNeutral("")] = None
     prompt_embeds: Unsupported = None
 
 

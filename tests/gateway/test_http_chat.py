@@ -13,6 +13,8 @@ PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 NUM_PROMPT_TOKENS = len("user\nhi\nassistant\n") + 3
 HARD_TEXT = "naïve 🫠🥹 龜𠮷 👨‍👩‍👧 é\n\ttab  two"
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 def saying(text: str, *, end: bool = True) -> Any:
     return lambda submit: text_ids(text) + ([IM_END] if end else [])

@@ -10,6 +10,8 @@ from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.http_server import Served, serving
 from tests.fakes.tiny_model import IM_END, write_tiny_model
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 async def submitted(served: Served, **fields: Any) -> Submit:
     await served.chat(**fields)
