@@ -64,6 +64,15 @@ def parse_events(raw: bytes) -> list[Any]:
     return [msgspec.json.decode(event) for event in events]
 
 
+def dechunked(raw: bytes) -> bytes:
+    """Return the body in complete chunks (RFC 9112, section 7.1)."""
+    body = b""
+    while raw:
+        size, _, raw = raw.partition(b"\r\n")
+        body, raw = body + raw[: int(size, 16)], raw[int(size, 16) + 2 :]
+    return body
+
+
 def chat(content: Any = "hi", **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 8} | fields
 
