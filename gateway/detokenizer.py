@@ -3,7 +3,7 @@
 import tokenizers
 
 UNFINISHED = "\ufffd"  # what an incomplete character decodes to
-MAX_PENDING_TOKENS = 8  # a character has at most four bytes, so this many tokens never complete one
+MAX_UNDECIDED_TOKENS = 8  # a character has at most four bytes, so this many tokens never complete one
 MAX_WINDOW_TOKENS = 8
 
 
@@ -20,21 +20,26 @@ class Detokenizer:
         self._window: list[int] = []
         self._prefix = ""  # the window's text that is out
         self._boundary = 0  # where in the window the tokens of the last piece start
-        self.num_pending_tokens = 0  # the last tokens, whose text is not all out
+        self._num_undecided = 0  # the window's last tokens, whose text is not all out
+        self._num_skipped = 0  # skipped tokens among or behind those
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """How many of the last tokens wait: they become known in order, so a skipped one may wait too."""
+        return self._num_undecided + self._num_skipped
 
     def step(self, token_id: int) -> str:
         """Return the text that `token_id` completes; it may be empty, also because the token has none."""
         if token_id in self._skipped:
-            # Behind an unfinished character it waits too: tokens become known in order.
-            self.num_pending_tokens += self.num_pending_tokens > 0
+            self._num_skipped += self._num_undecided > 0
             return ""
         self._window.append(token_id)
-        self.num_pending_tokens += 1
+        self._num_undecided += 1
         text = self._decode()
         if text.endswith(UNFINISHED):
-            return self._cut(text) if self.num_pending_tokens >= MAX_PENDING_TOKENS else ""
+            return self._cut(text) if self._num_undecided >= MAX_UNDECIDED_TOKENS else ""
         piece = self._new(text)
-        self.num_pending_tokens = 0
+        self._num_undecided = self._num_skipped = 0
         self._prefix = text
         if len(self._window) > MAX_WINDOW_TOKENS:
             self._window = self._window[self._boundary :]
@@ -44,15 +49,15 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what is left at the end; an incomplete character is U+FFFD."""
-        piece = self._new(self._decode()) if self.num_pending_tokens else ""
-        self.num_pending_tokens = 0
+        piece = self._new(self._decode()) if self._num_undecided else ""
+        self._num_undecided = self._num_skipped = 0
         return piece
 
     def _cut(self, text: str) -> str:
         """Let out all but the last character, the only one that can still become another, and shorten the window."""
         piece = self._new(text.removesuffix(UNFINISHED))
-        self.num_pending_tokens = 1
-        self._window = self._window[-MAX_PENDING_TOKENS:]
+        self._num_undecided, self._num_skipped = 1, 0
+        self._window = self._window[-MAX_UNDECIDED_TOKENS:]
         self._prefix = self._decode().removesuffix(UNFINISHED)
         self._boundary = 0
         return piece
@@ -61,7 +66,7 @@ class Detokenizer:
         if text.startswith(self._prefix):
             return text[len(self._prefix) :]
         # Byte tokens that are not valid together turn into U+FFFD one and all, also those that were out before.
-        return self._tokenizer.decode(self._window[-self.num_pending_tokens :], skip_special_tokens=False)
+        return self._tokenizer.decode(self._window[-self._num_undecided :], skip_special_tokens=False)
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=False)

@@ -62,7 +62,6 @@ class InFlight:
         self._next_hello_s = -math.inf
         self._next_gap_hello_s = -math.inf
         self._past_incarnations: deque[str] = deque(maxlen=16)
-        self._identified = False  # whether the scheduler said which model it serves
         self.ready: Ready | None = None
         self.stats: Stats | None = None
 
@@ -170,28 +169,21 @@ class InFlight:
         return True
 
     def _unknown(self, request_ids: list[str], now_s: float) -> list[ToScheduler]:
-        if not self._identified:
-            return []  # Ready comes again once an executor has said what it serves
         requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
         return [self._resubmit(request, now_s) for request in requests]
 
     def _ready(self, ready: Ready, now_s: float) -> list[ToScheduler]:
         if ready.scheduler_incarnation in self._past_incarnations:
             return []  # was under way when the next one took over
-        before = self.ready
-        self._identified = ready.model_fingerprint != ""
-        if not self._identified:
-            self.ready = before and msgspec.structs.replace(before, can_progress=False)
+        before, self.ready = self.ready, ready
+        if before is None:
             return []
-        self.ready = ready
-        if before is None or before.scheduler_incarnation == ready.scheduler_incarnation:
-            moved = []
-        else:
-            self._past_incarnations.append(before.scheduler_incarnation)
-            moved = list(self._requests.values())
-        if before and before.model_fingerprint != ready.model_fingerprint:
+        if before.model_fingerprint != ready.model_fingerprint:
             return self.fail("the model was replaced while this request ran")
-        return [self._resubmit(request, now_s) for request in moved]
+        if before.scheduler_incarnation == ready.scheduler_incarnation:
+            return []
+        self._past_incarnations.append(before.scheduler_incarnation)
+        return [self._resubmit(request, now_s) for request in self._requests.values()]
 
 
 def _without_known(output: Output, num_known_tokens: int, prompt_logprobs_known: bool) -> Output:

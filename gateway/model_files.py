@@ -117,7 +117,7 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
         return path.read_text(encoding="utf-8")
     template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
+        template = {entry.get("name"): entry.get("template", 0) for entry in template if isinstance(entry, dict)}
     if isinstance(template, dict):
         template = template.get("default")
     if template is not None and not isinstance(template, str):

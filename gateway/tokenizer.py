@@ -157,8 +157,8 @@ def _load(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
     whole = content | {"truncation": None, "padding": None}
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(whole))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}") from None
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ValueError(f"{path} cannot be used: {error}") from error
 
 
 def _renamed(content: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:

@@ -6,11 +6,9 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import zmq
-import zmq.asyncio
 
 from protocol.messages import (
     Abort,
@@ -21,6 +19,7 @@ from protocol.messages import (
     Outputs,
     Ready,
     Rejected,
+    Stats,
     Submit,
     ToGateway,
     ToScheduler,
@@ -33,6 +32,7 @@ from protocol.messages import (
 from protocol.sockets import bind_router, new_identity, try_send
 
 Reply = Callable[[Submit], Sequence[int]]
+Item = TypeVar("Item")
 AnyMessage = TypeVar("AnyMessage", Hello, Submit, Abort)
 
 
@@ -64,14 +64,14 @@ class Faults:
     drop: float = 0.0
     duplicate: float = 0.0
     delay: float = 0.0
-    held: list[object] = field(default_factory=list)
+    held: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
 
-    def carry(self, item: object) -> list[object]:
+    def carry(self, item: Item) -> list[Item]:
         """Return what arrives now that `item` was sent: it, nothing, it twice, and what was held up before."""
-        arriving: list[object] = []
+        arriving: list[Item] = []
         if self.random.random() >= self.drop:
             arriving.append(item)
             if self.random.random() < self.duplicate:
@@ -84,6 +84,20 @@ class Faults:
 
 
 @dataclass
+class LoseFirst:
+    """A network that loses the first message of `kind` and no other."""
+
+    kind: type
+    lost: bool = False
+
+    def carry(self, item: Item) -> list[Item]:
+        if not self.lost and isinstance(item, tuple) and isinstance(item[1], self.kind):
+            self.lost = True
+            return []
+        return [item]
+
+
+@dataclass
 class Record:
     """One request of one gateway, kept until a Hello says that the finish arrived."""
 
@@ -92,6 +106,7 @@ class Record:
     num_tokens: int  # of these, computed
     num_sent_tokens: int
     finish_reason: str | None = None
+    error: str | None = None
     sent_finish: bool = False
 
 
@@ -99,8 +114,8 @@ class FakeScheduler:
     """Admits what it is sent and streams `reply(submit)`, `tokens_per_step` a step, over a real ROUTER.
 
     Tests may set `reply`, `rejection` (an answer for every new Submit), `can_progress`, `frozen` (it neither reads nor
-    writes), `paused` (it reads and answers but computes no step), `faults`, and call `restart`. `received` is what
-    arrived, in order.
+    writes), `paused` (it reads and answers but computes no step), `faults`, `num_cached_tokens`, `stats` (sent with
+    every Ready), and call `restart` and `fail`. `received` is what arrived, in order.
     """
 
     def __init__(
@@ -110,7 +125,7 @@ class FakeScheduler:
         reply: Reply = computed_reply,
         tokens_per_step: int = 1,
         step_s: float = 0.001,
-        faults: Faults | None = None,
+        faults: Faults | LoseFirst | None = None,
         max_model_len: int = 8192,
         vocab_size: int = 49152,
     ) -> None:
@@ -119,6 +134,8 @@ class FakeScheduler:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.incarnation, self.model_fingerprint = new_identity(), "fingerprint"
         self.can_progress, self.frozen, self.paused = True, False, False
+        self.num_cached_tokens = 0
+        self.stats: Stats | None = None
         self.rejection: Callable[[Submit], Rejected | None] = lambda submit: None
         self.received: list[ToScheduler] = []
         self.records: dict[tuple[bytes, str], Record] = {}
@@ -132,6 +149,11 @@ class FakeScheduler:
         self.records.clear()
         self._hello_seqs.clear()
 
+    def send_frame(self, frame: bytes) -> None:
+        """Send `frame`, whatever it is, to every gateway that said Hello."""
+        for identity in self._hello_seqs:
+            try_send(self._router, [identity, frame])
+
     async def wait_for(self, kind: type[AnyMessage], count: int = 1) -> list[AnyMessage]:
         """Return the first `count` messages of `kind` once they have arrived."""
         async with asyncio.timeout(10), self._arrived:
@@ -141,79 +163,90 @@ class FakeScheduler:
     def messages(self, kind: type[AnyMessage]) -> list[AnyMessage]:
         return [message for message in self.received if isinstance(message, kind)]
 
+    def fail(self, error: str) -> None:
+        """End everything that runs with an error."""
+        for record in self.records.values():
+            self._end(record, "error", error)
+
+    def open(self) -> None:
+        """Bind; a wildcard in `address` is replaced by what was found."""
+        self._context = zmq.Context()
+        self._router = bind_router(self._context, self.address)
+        self.address = str(self._router.getsockopt_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+
     async def run(self) -> None:
         """Serve until cancelled."""
-        context = zmq.Context()
-        router = bind_router(context, self.address)
-        self.address = router.get(zmq.LAST_ENDPOINT).decode()
-        try:
-            while True:
-                if not self.frozen:
-                    await self._read(router)
-                    if not self.paused and self.can_progress:
-                        self._step(router)
-                await asyncio.sleep(self.step_s)
-        finally:
-            router.close()
-            context.term()
+        while True:
+            if not self.frozen:
+                await self._read()
+                if not self.paused and self.can_progress:
+                    self._step()
+            await asyncio.sleep(self.step_s)
 
-    async def _read(self, router: "zmq.Socket[bytes]") -> None:
-        while router.poll(0):
-            identity, frame = router.recv_multipart()
+    def close(self) -> None:
+        """Be gone, address and all."""
+        self._router.close()
+        self._context.term()
+
+    async def _read(self) -> None:
+        while self._router.poll(0):
+            identity, frame = self._router.recv_multipart()
             for arrived in self._carry((identity, decode_to_scheduler(frame))):
-                await self._take(router, *arrived)
+                await self._take(*arrived)
 
-    async def _take(self, router: "zmq.Socket[bytes]", identity: bytes, message: ToScheduler) -> None:
+    async def _take(self, identity: bytes, message: ToScheduler) -> None:
         async with self._arrived:
             self.received.append(message)
             self._arrived.notify_all()
         match message:
             case Hello():
-                self._hello(router, identity, message)
+                self._hello(identity, message)
             case Submit():
-                self._submit(router, identity, message)
+                self._submit(identity, message)
             case Abort(request_id):
                 self._end(self.records.get((identity, request_id)), "abort")
 
-    def _hello(self, router: "zmq.Socket[bytes]", identity: bytes, hello: Hello) -> None:
+    def _hello(self, identity: bytes, hello: Hello) -> None:
         if hello.hello_seq <= self._hello_seqs.get(identity, 0):
             return
         self._hello_seqs[identity] = hello.hello_seq
-        self._send(router, identity, self._ready())
+        self._send(identity, self._ready())
+        if self.stats:
+            self._send(identity, self.stats)
         listed = dict(hello.in_flight)
         for key, record in list(self.records.items()):
             if key[0] == identity and key[1] not in listed and record.submit.hello_seq < hello.hello_seq:
                 del self.records[key]
         outputs = []
         for request_id, num_received_tokens in hello.in_flight:
-            record = self.records.get((identity, request_id))
-            if record and (num_received_tokens < record.num_sent_tokens or record.finish_reason):
-                record.num_sent_tokens, record.sent_finish = num_received_tokens, False
-                outputs.append(self._output(record))
+            known = self.records.get((identity, request_id))
+            if known and (num_received_tokens < known.num_sent_tokens or known.finish_reason):
+                known.num_sent_tokens, known.sent_finish = num_received_tokens, False
+                outputs.append(self._output(known))
         if outputs:
-            self._send(router, identity, Outputs(outputs))
+            self._send(identity, Outputs(outputs))
         unknown = [request_id for request_id in listed if (identity, request_id) not in self.records]
         if unknown:
-            self._send(router, identity, Unknown(unknown))
+            self._send(identity, Unknown(unknown))
 
-    def _submit(self, router: "zmq.Socket[bytes]", identity: bytes, submit: Submit) -> None:
+    def _submit(self, identity: bytes, submit: Submit) -> None:
         key = identity, submit.request_id
         if key not in self.records:
             if rejected := self.rejection(submit):
-                self._send(router, identity, rejected)
+                self._send(identity, rejected)
                 return
             num_tokens = len(unpack_ids(submit.output_token_ids))
             self.records[key] = Record(submit, list(self.reply(submit)), num_tokens, num_tokens)
-        self._send(router, identity, Admitted(submit.request_id))
+        self._send(identity, Admitted(submit.request_id))
 
-    def _step(self, router: "zmq.Socket[bytes]") -> None:
+    def _step(self) -> None:
         outputs: dict[bytes, list[Output]] = {}
         for (identity, _), record in self.records.items():
             self._advance(record)
             if record.num_sent_tokens < record.num_tokens or (record.finish_reason and not record.sent_finish):
                 outputs.setdefault(identity, []).append(self._output(record))
         for identity, batch in outputs.items():
-            self._send(router, identity, Outputs(batch))
+            self._send(identity, Outputs(batch))
 
     def _advance(self, record: Record) -> None:
         sampling = record.submit.sampling
@@ -228,9 +261,9 @@ class FakeScheduler:
             if record.num_tokens >= min(len(record.token_ids), sampling.max_tokens):
                 self._end(record, "length")
 
-    def _end(self, record: Record | None, finish_reason: str) -> None:
+    def _end(self, record: Record | None, finish_reason: str, error: str | None = None) -> None:
         if record and not record.finish_reason:
-            record.finish_reason = finish_reason
+            record.finish_reason, record.error = finish_reason, error
 
     def _output(self, record: Record) -> Output:
         """Return all of `record` that was not sent, and count it as sent."""
@@ -249,7 +282,9 @@ class FakeScheduler:
             pack_ids(token_ids),
             record.finish_reason,
             logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
+            error=record.error,
         )
 
     def _ready(self) -> Ready:
@@ -265,20 +300,24 @@ class FakeScheduler:
             can_progress=self.can_progress,
         )
 
-    def _send(self, router: "zmq.Socket[bytes]", identity: bytes, message: ToGateway) -> None:
+    def _send(self, identity: bytes, message: ToGateway) -> None:
         for to, arriving in self._carry((identity, message)):
-            try_send(router, [to, encode(arriving)])
+            try_send(self._router, [to, encode(arriving)])
 
-    def _carry(self, item: tuple[bytes, msgspec.Struct]) -> list[tuple[bytes, msgspec.Struct]]:
-        return self.faults.carry(item) if self.faults else [item]  # type: ignore[return-value]
+    def _carry(self, item: Item) -> list[Item]:
+        return self.faults.carry(item) if self.faults else [item]
 
 
 @asynccontextmanager
 async def running(scheduler: FakeScheduler) -> AsyncIterator[FakeScheduler]:
     """Run `scheduler` while the context lasts, in this event loop."""
+    scheduler.open()
     task = asyncio.create_task(scheduler.run())
     try:
         yield scheduler
     finally:
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.wait([task])
+        scheduler.close()
+        if not task.cancelled():
+            task.result()
