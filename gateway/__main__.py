@@ -1,8 +1,7 @@
-"""`python -m gateway`: serve HTTP until told to stop."""
+"""`python -m gateway`: serve HTTP until SIGINT or SIGTERM."""
 
-import argparse
 import logging
-import os
+import signal
 import socket
 import sys
 from ipaddress import ip_address
@@ -11,30 +10,27 @@ import uvicorn
 from starlette.applications import Starlette
 
 from gateway.app import create_app
-from protocol.config import Config, add_flags, load_config
+from protocol.config import Config
+from protocol.process import start_process
 
 GRACE_S = 5  # for open streams, once told to stop
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
-logger = logging.getLogger("gateway")
+logger = logging.getLogger(__name__)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Serve; return 2 for a configuration that cannot be, 1 for a port that cannot be had."""
-    parser = argparse.ArgumentParser(prog="python -m gateway", description="The HTTP side of an Octavo server.")
-    add_flags(parser)
-    given = vars(parser.parse_args(arguments))
+def main() -> int:
+    """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
+    config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.")
     try:
-        config = load_config(os.environ, given)
         app = create_app(config)
     except ValueError as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        print(f"python -m gateway: {error}", file=sys.stderr)
         return 2
-    logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         listener = listen(config.host, config.port)
     except OSError as error:
-        print(f"gateway: cannot listen on {config.host} port {config.port}: {error.strerror}", file=sys.stderr)
+        print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
         return 1
     with listener:
         return _serve(app, config, listener)
@@ -55,10 +51,9 @@ def _serve(app: Starlette, config: Config, listener: socket.socket) -> int:
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
     logger.info("listening on %s", url)
-    try:
-        server.run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again after it has stopped in order
-        return 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
+    server.run(sockets=[listener])
     return 0 if server.started else 1
 
 

@@ -24,10 +24,12 @@ def message(**fields: Any) -> dict[str, Any]:
 
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}
+NOT_FINITE = ("NaN", "Infinity", "-Infinity", "1e999")
 
 # path, body, the field that is named
 BAD: list[tuple[str, Any, str | None]] = [
-    *[(CHAT, raw(f'"{name}":{value}'), name) for name in NUMBERS for value in ("NaN", "Infinity", "-Infinity", "1e999")],
+    *[(CHAT, raw(f'"{name}":{value}'), name) for name in NUMBERS for value in NOT_FINITE],
     *[(CHAT, chat(**{name: value}), name) for name in NUMBERS for value in ("NaN", 1000, -3, True, [], {})],
     (CHAT, raw('"logit_bias":{"5":NaN}'), "logit_bias.5"),
     (CHAT, raw('"metadata":{"a":[1,{"b":NaN}]}'), "metadata.a[1].b"),
@@ -81,7 +83,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, message(content="x", colour=1), "messages[0].colour"),
     (CHAT, message(content="x", tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
     (CHAT, message(content=[{"type": "text"}]), "messages[0].content[0].text"),
-    (CHAT, message(content=[{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]), "messages[0].content[0].type"),
+    (CHAT, message(content=[IMAGE]), "messages[0].content[0].type"),
     (CHAT, {"messages": [{"role": "system", "content": "refuse"}]}, "messages"),
     (CHAT, chat(chat_template="{{ 1 }}"), "chat_template"),
     (CHAT, chat(chat_template_kwargs={"tokenize": True}), "chat_template_kwargs"),
