@@ -1,6 +1,5 @@
 """The HTTP application as a value: routes, middleware and what they share are all made here."""
 
-import importlib.metadata
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -21,6 +20,7 @@ from gateway.metrics import CountRequests, Metrics, SchedulerCollector, show_met
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
 from gateway.service import Service
+from protocol import __version__
 from protocol.config import Config
 
 KEEP_ALIVE_S = 10.0
@@ -37,7 +37,7 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
-    answer = {"version": importlib.metadata.version("octavo")}
+    answer = {"version": __version__}
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
