@@ -1,10 +1,10 @@
 """The small pages: models, health, version."""
 
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from protocol import __version__
 from tests.fakes.http_server import MODEL, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,5 +35,4 @@ async def test_a_model_is_found_by_a_name_with_slashes(served: Served) -> None:
 async def test_health_and_version(served: Served) -> None:
     assert (await served.http.get("/health")).json() == {"status": "ok"}
     assert (await served.http.head("/health")).status_code == 200
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert (await served.http.get("/version")).json() == {"version": project["version"]}
+    assert (await served.http.get("/version")).json() == {"version": __version__}
