@@ -87,8 +87,9 @@ class DummyWeights:
         if name.endswith("norm.weight"):
             part.fill_(1.0)
             return
-        name_hash = zlib.crc32(f"{name} {shard.index}".encode())
-        generator = torch.Generator(part.device).manual_seed(self._seed << 32 | name_hash)
+        # The CPU's generator takes no more than 32 bits of seed.
+        seed = zlib.crc32(f"{self._seed} {name} {shard.index}".encode())
+        generator = torch.Generator(part.device).manual_seed(seed)
         part.normal_(std=0.02, generator=generator)
 
 
@@ -124,10 +125,7 @@ def source_names(name: str) -> list[str]:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the safetensors files that hold a directory's model. Raises ValueError if one of them is missing."""
     index = directory / INDEX_FILE
-    if index.exists():
-        paths = [directory / name for name in _indexed_files(index)]
-    else:
-        paths = [directory / SINGLE_FILE]
+    paths = [directory / name for name in (_indexed_files(index) if index.exists() else [SINGLE_FILE])]
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory} has no {', '.join(absent)}")
     return paths

@@ -64,6 +64,10 @@ class ModelConfig:
         return max(self.max_position_embeddings, self.rope.stretched_tokens)
 
 
+class _Architectures(msgspec.Struct):
+    architectures: list[str]
+
+
 class _Checkpoint(msgspec.Struct):
     """config.json as it is written by transformers 4 and 5; unknown keys are transformers' own business."""
 
@@ -107,10 +111,6 @@ def read_model_config(directory: Path) -> ModelConfig:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-class _Architectures(msgspec.Struct):
-    architectures: list[str]
 
 
 def _row(architectures: list[str]) -> Architecture:
@@ -188,20 +188,20 @@ def _rope(checkpoint: _Checkpoint) -> Rope:
 
 
 def _sliding_windows(row: Architecture, checkpoint: _Checkpoint) -> tuple[int | None, ...]:
+    """Return each layer's window; a checkpoint may name one that its architecture does not use."""
     num_layers = checkpoint.num_hidden_layers
-    if row.sliding_window == "all":
-        return (checkpoint.sliding_window,) * num_layers
-    if row.sliding_window == "none" or not checkpoint.use_sliding_window:
-        return (None,) * num_layers
-    slides = [layer >= checkpoint.max_window_layers for layer in range(num_layers)]
-    if checkpoint.layer_types is not None:
-        slides = [_slides(layer_type) for layer_type in checkpoint.layer_types]
-    if len(slides) != num_layers:
-        raise ValueError(f"layer_types has {len(slides)} entries for {num_layers} layers")
+    slides = [row.sliding_window == "all"] * num_layers
+    if row.sliding_window == "layer_types":
+        slides = [bool(checkpoint.use_sliding_window) and sliding for sliding in _sliding_layers(checkpoint)]
     return tuple(checkpoint.sliding_window if slide else None for slide in slides)
 
 
-def _slides(layer_type: str) -> bool:
-    if layer_type not in ("full_attention", "sliding_attention"):
-        raise ValueError(f"layer type {layer_type!r} is not supported; supported: full_attention, sliding_attention")
-    return layer_type == "sliding_attention"
+def _sliding_layers(checkpoint: _Checkpoint) -> list[bool]:
+    num_layers = checkpoint.num_hidden_layers
+    if checkpoint.layer_types is None:
+        return [layer >= checkpoint.max_window_layers for layer in range(num_layers)]
+    if len(checkpoint.layer_types) != num_layers:
+        raise ValueError(f"layer_types has {len(checkpoint.layer_types)} entries for {num_layers} layers")
+    if unknown := set(checkpoint.layer_types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer types {unknown} are not supported; supported: full_attention, sliding_attention")
+    return [layer_type == "sliding_attention" for layer_type in checkpoint.layer_types]

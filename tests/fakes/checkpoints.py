@@ -61,8 +61,10 @@ def randomize(model: nn.Module, seed: int) -> None:
             nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
         elif name.endswith("bias"):
             nn.init.normal_(parameter, std=0.5, generator=generator)
-        elif "embed_tokens" in name or "lm_head" in name:
+        elif "embed_tokens" in name:
             nn.init.normal_(parameter, std=0.5, generator=generator)
+        elif "lm_head" in name:
+            nn.init.normal_(parameter, std=2.0, generator=generator)
         else:
             nn.init.normal_(parameter, std=2 / math.sqrt(parameter.shape[1]), generator=generator)
 
