@@ -37,6 +37,7 @@ def rope(**parameters: Any) -> dict[str, Any]:
 
 CASES = {
     "llama": Case("LlamaForCausalLM"),
+    "llama-eps": Case("LlamaForCausalLM", {"rms_norm_eps": 0.3}),
     "llama-tied": Case("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "llama-biases": Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-one-kv-head": Case("LlamaForCausalLM", {"num_key_value_heads": 1}),
