@@ -149,7 +149,7 @@ def child_environ(config: Config, environ: Mapping[str, str], *, secrets: bool) 
     return kept
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Iterable[str] = tuple(FIELDS)) -> None:
+def add_flags(parser: argparse._ActionsContainer, names: Iterable[str] = tuple(FIELDS)) -> None:
     """Give `parser` one --flag for each field; only the flags that were given appear in what it parses."""
     for name in names:
         shown, options = _flag_options(name)

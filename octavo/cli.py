@@ -1,0 +1,118 @@
+"""The `octavo` command: reads what was typed and calls the one function that does it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from octavo.resolve import ModelError, resolve_model
+
+from octavo import __version__
+from octavo.launcher import LaunchError, require_free_port, serve
+from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
+from protocol.process import ArgumentParser, configure_logging
+
+DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
+
+  octavo serve                           serve the demo model on http://127.0.0.1:8000
+  octavo serve Qwen/Qwen3-0.6B           serve a model of the Hugging Face hub
+  octavo serve ./my-model --port 9000    serve a directory
+  octavo pull Qwen/Qwen3-0.6B            download and convert, without serving
+"""
+MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
+EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
+FLAG_GROUPS = {
+    "server": ("host", "port", "api_key", "served_model_name", "log_level"),
+    "model": ("dtype", "load_format", "max_model_len", "generation_config", "trust_remote_code", "seed"),
+    "KV cache and batching": (
+        "block_size",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+        "async_scheduling",
+    ),
+    "machine": ("num_threads", "peer_timeout_s"),
+}
+# The launcher chooses these itself: each server has sockets of its own.
+LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
+    parser = build_parser()
+    flags = vars(parser.parse_args(argv))
+    command = flags.pop("command")
+    try:
+        return int(command(_config(flags)))
+    except ConfigError as error:
+        parser.error(str(error))
+    except (LaunchError, ModelError) as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_pull(commands)
+    return parser
+
+
+def run_serve(config: Config) -> int:
+    configure_logging("octavo", config.log_level)
+    if config.port:
+        require_free_port(config)
+    resolved = resolve_model(config.model or None, trust_remote_code=config.trust_remote_code)
+    serve(config, resolved.directory, resolved.served_name)
+    return 0
+
+
+def run_pull(config: Config) -> int:
+    configure_logging("octavo", config.log_level)
+    print(resolve_model(config.model or None, trust_remote_code=config.trust_remote_code).directory)
+    return 0
+
+
+def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve", help="serve a model", description="Serve a model over HTTP until Ctrl-C.", epilog=EPILOG
+    )
+    parser.set_defaults(command=run_serve)
+    _add_model(parser)
+    for title, names in FLAG_GROUPS.items():
+        add_flags(parser.add_argument_group(title), names)
+
+
+def _add_pull(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    description = "Resolve, download and convert a model without serving it; prints its directory."
+    parser = commands.add_parser("pull", help="download and convert a model", description=description, epilog=EPILOG)
+    parser.set_defaults(command=run_pull)
+    _add_model(parser)
+    add_flags(parser, ("trust_remote_code", "log_level"))
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
+    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same, as a flag")
+
+
+def _config(flags: dict[str, object]) -> Config:
+    """Return the Config of the environment and `flags`. Raises ConfigError."""
+    typed = flags.pop("positional_model", None)
+    if typed is not None and flags.setdefault("model", typed) != typed:
+        raise ConfigError(f"the model is given twice: {typed} and --model {flags['model']}")
+    config = load_config(os.environ, flags)
+    for name in LAUNCHER_FIELDS:
+        if getattr(config, name) != FIELDS[name].default:
+            variable = f"OCTAVO_{name.upper()}"
+            raise ConfigError(f"{variable} is for processes started one by one; `octavo serve` chooses its own")
+    return config

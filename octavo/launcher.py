@@ -1,0 +1,227 @@
+"""`octavo serve`: start scheduler, executor and gateway, keep them alive, and end them together."""
+
+import dataclasses
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import Config, child_environ
+from protocol.process import LIFELINE_FLAG
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("scheduler", "executor", "gateway")
+STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
+STOP_GRACE_S = 8.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+STABLE_AFTER_S = 60.0  # a life this long makes the next restart prompt again
+POLL_S = 0.1
+
+
+class LaunchError(Exception):
+    """The server cannot start; the message says why. The process that failed has printed its own."""
+
+
+@dataclasses.dataclass
+class Child:
+    """One role's process: this life of it, and when the next may begin."""
+
+    role: str
+    process: subprocess.Popen[bytes]
+    started_at_s: float
+    backoff_s: float = FIRST_BACKOFF_S
+    restart_at_s: float | None = None
+
+
+class Launcher:
+    """The three processes of one server on one machine.
+
+    A pipe ties every child to this process: when it ends, however it ends, its end of the pipe closes and they stop.
+    Before the server is ready, a child that ends stops everything (it has said why); afterwards it is restarted.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.children: dict[str, Child] = {}
+        self.lifeline, self._lifeline_end = os.pipe()
+        os.set_inheritable(self.lifeline, True)
+        self.stopping = False
+
+    def run(self) -> None:
+        """Serve until SIGINT or SIGTERM. Raises LaunchError if a process ends before the server is ready."""
+        with _signals(self._request_stop):
+            try:
+                self.children = {role: self._start(role) for role in ROLES}
+                self._until_ready()
+                self._supervise()
+            finally:
+                self._stop()
+
+    def _request_stop(self) -> None:
+        self.stopping = True
+
+    def _start(self, role: str) -> Child:
+        environ = child_environ(self.config, os.environ, secrets=role == "gateway")
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", role, LIFELINE_FLAG, str(self.lifeline)],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[self.lifeline],
+            start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
+        )
+        return Child(role, process, time.monotonic())
+
+    def _until_ready(self) -> None:
+        started_s = time.monotonic()
+        while not self.stopping:
+            for child in self.children.values():
+                status = child.process.poll()
+                if status is not None:
+                    raise LaunchError(f"the {child.role} ended at the start with status {status}")
+            if _answers(health_url(self.config)):
+                print(ready_text(self.config, time.monotonic() - started_s), flush=True)
+                return
+            time.sleep(POLL_S)
+
+    def _supervise(self) -> None:
+        while not self.stopping:
+            for child in self.children.values():
+                self._revive(child, time.monotonic())
+            time.sleep(POLL_S)
+
+    def _revive(self, child: Child, now_s: float) -> None:
+        """Restart `child` if it has ended, after a wait that grows while its lives are short."""
+        if child.process.poll() is None:
+            return
+        if child.restart_at_s is None:
+            lived_s = now_s - child.started_at_s
+            child.backoff_s = FIRST_BACKOFF_S if lived_s > STABLE_AFTER_S else child.backoff_s
+            child.restart_at_s = now_s + child.backoff_s
+            logger.error(
+                "the %s ended with status %s after %.0f s; it starts again in %.1f s",
+                child.role,
+                child.process.returncode,
+                lived_s,
+                child.backoff_s,
+            )
+        elif now_s >= child.restart_at_s:
+            backoff_s = min(child.backoff_s * 2, LONGEST_BACKOFF_S)
+            self.children[child.role] = dataclasses.replace(self._start(child.role), backoff_s=backoff_s)
+
+    def _stop(self) -> None:
+        """End every child: ask, in order, and kill what has not ended in time."""
+        for role in STOP_ORDER:
+            if role in self.children:
+                _end(self.children[role].process)
+        os.close(self._lifeline_end)
+        os.close(self.lifeline)
+
+
+def serve(config: Config, model_directory: Path, served_name: str) -> None:
+    """Serve the model in `model_directory` until interrupted. Raises LaunchError."""
+    with socket_directory() as directory:
+        resolved = msgspec.structs.replace(
+            config,
+            model=str(model_directory),
+            served_model_name=config.served_model_name or (served_name,),
+            port=config.port or _free_port(config.host),
+            frontend_address=f"ipc://{directory}/frontend",
+            backend_address=f"ipc://{directory}/backend",
+        )
+        Launcher(resolved).run()
+
+
+def require_free_port(config: Config) -> None:
+    """Raise LaunchError if the gateway could not listen: found out before minutes of loading."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {config.host}:{config.port}: {error.strerror}."
+                " Stop what uses it, or choose another with --port (0 takes a free one)."
+            ) from None
+
+
+@contextmanager
+def socket_directory() -> Iterator[Path]:
+    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(tempfile.mkdtemp(prefix="octavo-", dir=base if base and os.access(base, os.W_OK) else "/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def health_url(config: Config) -> str:
+    return f"http://{_reachable_host(config.host)}:{config.port}/health"
+
+
+def ready_text(config: Config, seconds: float) -> str:
+    """Return what a person sees once requests are served: where, and one to try."""
+    url = f"http://{_reachable_host(config.host)}:{config.port}"
+    name = config.served_model_name[0]
+    authorization = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.api_key else ""
+    message = '{"role": "user", "content": "What is a page?"}'
+    return (
+        f"Octavo serves {name} on {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
+        f"  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
+        f'    -d \'{{"model": "{name}", "messages": [{message}], "max_tokens": 40}}\''
+    )
+
+
+def _reachable_host(host: str) -> str:
+    """Return an address at which a listener on `host` can be reached from this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+def _answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:  # refused, timed out, or a status that is an error
+        return False
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _signals(request_stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGINT and SIGTERM call `request_stop` while the body runs, its clean-up included."""
+    former = {number: signal.signal(number, lambda *_: request_stop()) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
