@@ -53,6 +53,12 @@ def sample(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[
     return token_ids, logprobs
 
 
+def log_probs(logits_RV: Tensor) -> Tensor:
+    """Return the log probabilities of the raw distribution; logits that are not finite are clamped in place."""
+    _clamp_non_finite(logits_RV)
+    return logits_RV.log_softmax(-1)
+
+
 def token_logprobs(logprobs_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[Logprobs]:
     """Return the log probabilities of one token a row, with its rank and the row's likeliest tokens."""
     token_ids_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]

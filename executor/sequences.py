@@ -79,7 +79,11 @@ class SequenceState:
             return None
         token_ids = unpack_ids(share.token_ids) or self.token_ids[-1:]
         end = start + len(token_ids)
-        if (end < length and (share.sample or not share.token_ids)) or token_ids != self.token_ids[start:end]:
+        if (
+            not token_ids
+            or (end < length and (share.sample or not share.token_ids))
+            or token_ids != self.token_ids[start:end]
+        ):
             return None
         return token_ids
 
