@@ -82,7 +82,10 @@ def block_bytes(kv_shapes: Sequence[KVShape], block_size: int, dtype: torch.dtyp
 def allocate_kv_caches(
     kv_shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return each layer's k_cache_NKDP and v_cache_NKPD, zero; on the CPU a page takes memory once it is written."""
+    """Return each layer's k_cache_NKDP and v_cache_NKPD, zero; on the CPU a page takes memory once it is written.
+
+    Raises ValueError if the system does not give that much.
+    """
     return [
         (
             _zeros((num_blocks, heads, key_size, block_size), dtype, device),
@@ -96,7 +99,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes its zeros; fresh anonymous pages are zero without being there.
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"no memory for the KV cache: {error}; set --kv-cache-memory-bytes to less") from None
     return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
