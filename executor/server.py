@@ -54,7 +54,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     """A thread with a socket of its own that says every half second how far the step has come, whatever it does."""
 
     def __init__(self, context: zmq.Context[Socket], address: str, incarnation: str, progress: StepProgress) -> None:
-        self._socket = connect_dealer(context.socket(zmq.DEALER), address, new_identity())
+        self._socket = connect(context, address, new_identity())
         self._incarnation = incarnation
         self._progress = progress
         self._ended = threading.Event()
@@ -102,9 +102,13 @@ class Server:
     def run(self) -> None:
         """Serve for ever. Raises what a step raised, after the scheduler was told."""
         while True:
-            self._say_ready_if_due()
-            if self._socket.poll(max(0, round(1000 * (self._ready_due_s - self._clock())))):
-                self._take(self._socket.recv())
+            self.turn()
+
+    def turn(self) -> None:
+        """Take one message, or wait for one until ExecutorReady is due again."""
+        self._say_ready_if_due()
+        if self._socket.poll(max(0, round(1000 * (self._ready_due_s - self._clock())))):
+            self._take(self._socket.recv())
 
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
@@ -182,13 +186,18 @@ class Server:
         try_send(self._socket, [frame])
 
 
+def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Socket:
+    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.IMMEDIATE, 1)
+    return connect_dealer(socket, address, incarnation)
+
+
 def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress) -> None:
     """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
     context: zmq.Context[Any] = zmq.Context()
     try:
-        socket = context.socket(zmq.DEALER)
-        socket.set(zmq.IMMEDIATE, 1)  # an ExecutorReady that nobody was there to hear is not kept for the next
-        connect_dealer(socket, address, description.executor_incarnation)
+        socket = connect(context, address, description.executor_incarnation)
         with ProgressReporter(context, address, description.executor_incarnation, progress):
             Server(socket, runner, description, progress).run()
     finally:
