@@ -170,7 +170,8 @@ class InFlight:
 
     def _unknown(self, request_ids: list[str], now_s: float) -> list[ToScheduler]:
         requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        return [self._resubmit(request, now_s) for request in requests]
+        # Where a Submit is on its way, or is to wait because the scheduler was full, its own time decides.
+        return [self._resubmit(request, now_s) for request in requests if request.repeat_submit_at_s == math.inf]
 
     def _ready(self, ready: Ready, now_s: float) -> list[ToScheduler]:
         if ready.scheduler_incarnation in self._past_incarnations:

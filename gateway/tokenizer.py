@@ -1,7 +1,6 @@
 """Text to token ids, and token ids back to text."""
 
 import asyncio
-import json
 import re
 import secrets
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from gateway.chat_template import RenderedChat
@@ -35,7 +35,7 @@ class Tokenizer:
             token.normalized for token in special.values()
         )
         self._bos_id = self._find_bos()
-        self._decoder_kinds = _kinds(content.get("decoder") or {})
+        self._decoder_kinds = _kinds(msgspec.json.decode(content, type=_Described).decoder or {})
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -124,9 +124,9 @@ class UnforgeableTokenizer:
         nonce = secrets.token_hex(8)
         self._names = {token: f"<|{nonce}-{index}|>" for index, token in enumerate(control_tokens)}
         self._pattern = _any_of(control_tokens)
-        content = _read(path)
+        content = msgspec.json.decode(_read(path))
         ids = {token["content"]: token["id"] for token in content["added_tokens"]}
-        self._tokenizer = _load(_renamed(content, self._names), path)
+        self._tokenizer = _load(msgspec.json.encode(_renamed(content, self._names)), path)
         # A renamed token that the model's vocabulary lacks may get another id.
         pairs = ((self._tokenizer.token_to_id(name), ids[token]) for token, name in self._names.items())
         self._true_ids = {token_id: true_id for token_id, true_id in pairs if token_id is not None}
@@ -140,25 +140,27 @@ class UnforgeableTokenizer:
         return [self._true_ids.get(token_id, token_id) for token_id in token_ids]
 
 
-def _read(path: Path) -> dict[str, Any]:
+class _Described(msgspec.Struct):
+    """The part of a tokenizer.json that tells how bytes are spelled."""
+
+    decoder: dict[str, Any] | None = None
+
+
+def _read(path: Path) -> bytes:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the model's directory needs a tokenizer.json")
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise ValueError(f"{path} does not describe a tokenizer")
-    return content
+    return path.read_bytes()
 
 
-def _load(content: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
+def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     """Return the tokenizer, without the truncation and padding of its training, which its file may still hold."""
-    whole = content | {"truncation": None, "padding": None}
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(whole))
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
         raise ValueError(f"{path} cannot be used: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _renamed(content: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
