@@ -19,7 +19,7 @@ class Detokenizer:
         self._tokenizer, self._skipped = tokenizer, skipped_token_ids
         self._window: list[int] = []
         self._prefix = ""  # the window's text that is out
-        self._boundary = 0  # where in the window the last piece with text starts
+        self._boundary = 0  # where in the window the last piece starts
         self._num_undecided = 0  # the window's last tokens, whose text is not all out
         self._num_skipped = 0  # skipped tokens among or behind those
 
@@ -30,6 +30,7 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """Return the text that `token_id` completes; it may be empty, also because the token has none."""
+        # A token that does not exist must not stay in the window: alone there, it would make the next one the first.
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             self._num_skipped += self._num_undecided > 0
             return ""
@@ -41,11 +42,10 @@ class Detokenizer:
         piece = self._new(text)
         self._num_undecided = self._num_skipped = 0
         self._prefix = text
-        if piece:  # a window of tokens without text would take the next one for the first of all
-            if len(self._window) > MAX_WINDOW_TOKENS:
-                self._window = self._window[self._boundary :]
-                self._prefix = self._decode()
-            self._boundary = len(self._window)
+        if len(self._window) > MAX_WINDOW_TOKENS:
+            self._window = self._window[self._boundary :]
+            self._prefix = self._decode()
+        self._boundary = len(self._window)
         return piece
 
     def flush(self) -> str:
