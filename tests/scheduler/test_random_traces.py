@@ -1,6 +1,7 @@
 """10,000 random traces of at least 50 steps: integrity after every move, the reference's tokens at every end."""
 
 import random
+from typing import Any
 
 import pytest
 
@@ -71,15 +72,20 @@ class Trace:
     def add(self) -> None:
         choose = self.random.choice
         prompt = self.prefix[: choose((0, 4, 8, 9, 12))] + self.tokens(self.random.randint(1, 8))
+        sampling: dict[str, Any] = {
+            "max_tokens": choose((0, 2, 15, 25)),
+            "min_tokens": choose((0, 0, 4)),
+            "stop_token_ids": choose(((), (), (), (2, 5))),
+            "num_prompt_logprobs": choose((0, None, None, None)),
+        }
+        outputs = self.driver.expect(prompt, **sampling)[0][:5] if self.random.random() < 0.1 else []
         sequence = self.driver.make(
             len(self.driver.sequences),
-            prompt[: self.driver.limits.max_model_len],
-            max_tokens=choose((0, 2, 15, 25)),
-            min_tokens=choose((0, 0, 4)),
-            stop_token_ids=choose(((), (), (), (2, 5))),
-            num_prompt_logprobs=choose((0, None, None, None)),
+            prompt,
+            outputs,
             tenant=choose(("", "a")),
             priority=choose((0, 0, 1)),
+            **sampling,
         )
         if self.driver.scheduler.refusal(sequence) is None:
             self.driver.add(sequence)
