@@ -141,7 +141,10 @@ class FakeExecutor:
 
 
 class Driver:
-    """A Scheduler, its executor and what a server would have passed on; integrity is checked after every move."""
+    """A Scheduler, its executor and what a server would have passed on.
+
+    Integrity is checked after every step, and after every other move too unless `checks_moves` is off.
+    """
 
     def __init__(
         self,
@@ -236,11 +239,15 @@ class Driver:
         self.sent.popleft()
         self.scheduler.apply(self.executor.execute(step, not_ready, computes_void=computes_void))
         self.settle()
+        if not self.checks_moves:
+            self.scheduler.check_integrity()
 
     def need_init(self, seq_ids: list[int]) -> None:
         """The executor refuses the oldest step, and so all later ones."""
         self.executor.sat_out = set()
         self.scheduler.need_init(self.sent[0].step_id, seq_ids)
+        for step in self.sent:  # the scheduler cannot know whether they had been introduced before
+            self.executor.forgotten.difference_update(share.seq_id for share in step.sequences if share.init)
         self.sent.clear()
         self.settle()
 
