@@ -18,9 +18,6 @@ class Suspects:
         self._seq_ids: set[int] = set()
         self._max_group = 1
 
-    def __bool__(self) -> bool:
-        return bool(self._seq_ids)
-
     def accuse(self, in_flight: Collection[Sequence]) -> Sequence | None:
         """An executor died with these sequences in flight: return the culprit, if it is known now."""
         for sequence in in_flight:
@@ -30,7 +27,7 @@ class Suspects:
             return suspects[0]
         if suspects:
             self._max_group = max(1, len(suspects) // 2)
-            self._seq_ids.update(sequence.seq_id for sequence in suspects if sequence.finish_reason is None)
+            self._seq_ids.update(sequence.seq_id for sequence in suspects)
         return None
 
     def clear(self, sequence: Sequence) -> None:
