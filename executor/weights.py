@@ -1,6 +1,7 @@
 """The model asks for its weights: only the slices it needs, none missing, none left over."""
 
 import zlib
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -94,14 +95,19 @@ class DummyWeights:
 
 
 def load_weights(
-    model: nn.Module, source: Source, dtype: torch.dtype, device: torch.device, *, progress: bool | None
+    model: nn.Module,
+    source: Source,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    tied: Mapping[str, str],
+    progress: bool | None,
 ) -> None:
     """Fill every parameter of `model` and let each layer pack its own before the next one is read.
 
-    `model.tied` names parameters that are read from another tensor. `progress` shows a bar on stderr (None: if it is a
+    `tied` names parameters that are read from another's tensor. `progress` shows a bar on stderr (None: if it is a
     terminal). Raises ValueError as `Source` does.
     """
-    tied: dict[str, str] = model.tied
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
     names = {f"{path}.{leaf}" for path, layer in layers.items() for leaf, _ in layer.named_parameters()}
     source.check({tied.get(part, part) for name in names for part in source_names(name)}, set(tied))

@@ -37,8 +37,8 @@ def load_model(
     cos_sin_PR = rotary_table(config.rope, config.head_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, parallel)
     if load_format == "dummy":
-        load_weights(model, DummyWeights(seed), dtype, device, progress=progress)
+        load_weights(model, DummyWeights(seed), dtype, device, tied=model.tied, progress=progress)
     else:
         with Checkpoint(directory) as checkpoint:
-            load_weights(model, checkpoint, dtype, device, progress=progress)
+            load_weights(model, checkpoint, dtype, device, tied=model.tied, progress=progress)
     return model

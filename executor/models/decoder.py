@@ -5,7 +5,6 @@ float32, everything else has the dtype of the weights.
 """
 
 import torch
-from kernels import paged_attention, rotary_embedding, silu_and_mul, store_kv
 from torch import Tensor, nn
 
 from executor.inputs import StepInputs
@@ -14,18 +13,20 @@ from executor.models.layers import (
     ALONE,
     ColumnParallelLinear,
     LMHead,
+    Module,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
 )
+from kernels import paged_attention, rotary_embedding, silu_and_mul, store_kv
 
 # T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
 # V vocabulary, P positions, R rotary size
 
 
-class Attention(nn.Module):
+class Attention(Module):
     def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
@@ -40,7 +41,7 @@ class Attention(nn.Module):
 
     def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q_THD, k_TKD, v_TKD = self.qkv_proj(x_TE).unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=1)
+        q_THD, k_TKD, v_TKD = self.qkv_proj(x_TE).view(-1, sum(heads), self.head_dim).split(heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         rotary_embedding(q_THD, k_TKD, cos_sin_PR, inputs.positions_T)
@@ -57,7 +58,7 @@ class Attention(nn.Module):
         return self.o_proj(out_THD.flatten(1))
 
 
-class MLP(nn.Module):
+class MLP(Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
         super().__init__()
         inner = config.intermediate_size
@@ -68,7 +69,7 @@ class MLP(nn.Module):
         return self.down_proj(silu_and_mul(self.gate_up_proj(x_TE)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Module):
     def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -89,15 +90,17 @@ class DecoderLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm.add(x_TE, residual_TE))
 
 
-class DecoderStack(nn.Module):
+class DecoderStack(Module):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(DecoderLayer(config, window, parallel) for window in config.sliding_windows)
+        layers = [DecoderLayer(config, window, parallel) for window in config.sliding_windows]
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.cos_sin_PR = cos_sin_PR
+        self.kv_shapes = [(layer.self_attn.num_kv_heads, config.head_dim, config.head_dim) for layer in layers]
 
     def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
         x_TE = self.embed_tokens(inputs.token_ids_T)
@@ -107,7 +110,7 @@ class DecoderStack(nn.Module):
         return self.norm.add(x_TE, residual_TE)
 
 
-class Decoder(nn.Module):
+class Decoder(Module):
     """A causal language model over a paged KV cache."""
 
     def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel = ALONE) -> None:
@@ -122,8 +125,7 @@ class Decoder(nn.Module):
     @property
     def kv_shapes(self) -> list[tuple[int, int, int]]:
         """Return each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
-        attentions = [layer.self_attn for layer in self.model.layers]
-        return [(attention.num_kv_heads, attention.head_dim, attention.head_dim) for attention in attentions]
+        return self.model.kv_shapes
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -4,12 +4,13 @@ Parameters are born on the meta device with this rank's shape; `executor.weights
 a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from kernels import PackedLinear, add_rms_norm, linear, pack_linear, rms_norm
 from torch import Tensor, distributed, nn
+
+from kernels import PackedLinear, add_rms_norm, linear, pack_linear, rms_norm
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
 
@@ -66,7 +67,13 @@ class TensorParallel:
 ALONE = TensorParallel()
 
 
-class Layer(nn.Module):
+class Module(nn.Module):
+    """A module that returns one tensor."""
+
+    __call__: Callable[..., Tensor]
+
+
+class Layer(Module):
     """A module with parameters of its own."""
 
     weight: Tensor
@@ -132,7 +139,7 @@ class ColumnParallelLinear(Linear):
 
 
 class QKVParallelLinear(Linear):
-    """Queries, keys and values of this rank's heads. With fewer KV heads than ranks, several ranks hold the same one."""
+    """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold one."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, parallel: TensorParallel
@@ -186,11 +193,11 @@ class VocabParallelEmbedding(Layer):
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.parallel.world_size == 1:
-            return F.embedding(token_ids_T, self.weight)
+            return nn.functional.embedding(token_ids_T, self.weight)
         num_rows = len(self.weight)
         rows_T = token_ids_T - self.parallel.rank * num_rows
         absent_T = (rows_T < 0) | (rows_T >= num_rows)
-        own_TE = F.embedding(rows_T.masked_fill(absent_T, 0), self.weight)
+        own_TE = nn.functional.embedding(rows_T.masked_fill(absent_T, 0), self.weight)
         return self.parallel.sum(own_TE.masked_fill_(absent_T[:, None], 0))
 
 

@@ -118,7 +118,9 @@ def _yarn_attention_factor(rope: Rope) -> float:
 
 
 def _llama3(rope: Rope, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:
-    assert rope.factor is not None and rope.low_freq_factor is not None and rope.high_freq_factor is not None
+    assert rope.factor is not None
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
     inv_freq, _ = _default(rope, head_dim, max_model_len)
     trained_tokens = rope.original_max_position_embeddings
     wavelength = 2 * math.pi / inv_freq

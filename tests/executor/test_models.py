@@ -37,6 +37,7 @@ def rope(**parameters: Any) -> dict[str, Any]:
 
 CASES = {
     "llama": Case("LlamaForCausalLM"),
+    "llama-eps": Case("LlamaForCausalLM", {"rms_norm_eps": 0.3}),
     "llama-tied": Case("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "llama-biases": Case("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
     "llama-one-kv-head": Case("LlamaForCausalLM", {"num_key_value_heads": 1}),
@@ -44,11 +45,11 @@ CASES = {
     "llama-head-dim": Case("LlamaForCausalLM", {"head_dim": 32}),
     "llama-theta": Case("LlamaForCausalLM", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
     "llama-linear": Case("LlamaForCausalLM", rope(rope_type="linear", factor=3.0)),
-    "llama-dynamic": Case(
-        "LlamaForCausalLM", {"max_position_embeddings": 40, **rope(rope_type="dynamic", factor=4.0)}
-    ),
+    "llama-dynamic": Case("LlamaForCausalLM", {"max_position_embeddings": 40, **rope(rope_type="dynamic", factor=4.0)}),
     "llama-yarn": Case("LlamaForCausalLM", STRETCHED | rope(**YARN)),
-    "llama-yarn-mscale": Case("LlamaForCausalLM", STRETCHED | rope(**YARN, mscale=1.4, mscale_all_dim=0.7, truncate=False)),
+    "llama-yarn-mscale": Case(
+        "LlamaForCausalLM", STRETCHED | rope(**YARN, mscale=1.4, mscale_all_dim=0.7, truncate=False)
+    ),
     "llama-llama3": Case("LlamaForCausalLM", rope(**LLAMA3, original_max_position_embeddings=32)),
     "mistral": Case("MistralForCausalLM", {"sliding_window": None}),
     "mistral-window": Case("MistralForCausalLM", {"sliding_window": 9}),

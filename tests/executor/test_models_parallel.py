@@ -59,9 +59,7 @@ def logits_of(directory: Path, parallel: TensorParallel) -> Tensor:
 @pytest.mark.parametrize("tied", [True, False])
 def test_ranks_together_compute_the_whole_models_logits(tmp_path: Path, world_size: int, tied: bool) -> None:
     """2 KV heads among 4 ranks are held twice; the vocabulary does not divide; biases are added once."""
-    directory = make_checkpoint(
-        tmp_path, attention_bias=True, mlp_bias=True, vocab_size=319, tie_word_embeddings=tied
-    )
+    directory = make_checkpoint(tmp_path, attention_bias=True, mlp_bias=True, vocab_size=319, tie_word_embeddings=tied)
     lockstep = Lockstep(world_size)
 
     def run(rank: int) -> Tensor:

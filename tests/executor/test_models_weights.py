@@ -64,9 +64,7 @@ def test_stored_frequencies_and_a_tied_head_are_skipped(tmp_path: Path) -> None:
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
-    rewrite(
-        make_checkpoint(tmp_path), lambda tensors: tensors.update({f"{LAYER}.o_proj.weight": torch.zeros(64, 32)})
-    )
+    rewrite(make_checkpoint(tmp_path), lambda tensors: tensors.update({f"{LAYER}.o_proj.weight": torch.zeros(64, 32)}))
     with pytest.raises(ValueError, match=r"o_proj\.weight has shape \[64, 32\], but config\.json asks for \[64, 64\]"):
         load(tmp_path)
 
@@ -146,7 +144,7 @@ def test_the_slices_of_all_ranks_make_up_each_tensor(tmp_path: Path, world_size:
         slices = RecordedSlices(checkpoint)
         for rank in range(world_size):
             model = Decoder(config, rotary_table(config.rope, config.head_dim, 32), TensorParallel(rank, world_size))
-            load_weights(model, slices, torch.float32, CPU, progress=False)
+            load_weights(model, slices, torch.float32, CPU, tied=model.tied, progress=False)
             assert model.kv_shapes[0][0] == max(1, 2 // world_size)
     for name, tensor in load_file(directory / "model.safetensors").items():
         parts = sorted(slices.parts[name].items(), key=lambda item: item[0].index)
@@ -191,3 +189,11 @@ def test_the_fingerprint_of_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize("progress", [True, False])
+def test_progress_is_shown_when_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str], progress: bool) -> None:
+    make_checkpoint(tmp_path)
+    capsys.readouterr()
+    load(tmp_path, progress=progress)
+    assert ("loading weights: 100%" in capsys.readouterr().err) == progress

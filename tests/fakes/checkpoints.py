@@ -59,9 +59,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
-        elif name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.5, generator=generator)
-        elif "embed_tokens" in name:
+        elif name.endswith("bias") or "embed_tokens" in name:
             nn.init.normal_(parameter, std=0.5, generator=generator)
         elif "lm_head" in name:
             nn.init.normal_(parameter, std=2.0, generator=generator)

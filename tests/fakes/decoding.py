@@ -43,7 +43,9 @@ class PagedDecoding:
             while len(table) * self._block_size < stop:
                 table.append(self._free_blocks.pop())
             positions += range(start, stop)
-            slots += [table[p // self._block_size] * self._block_size + p % self._block_size for p in range(start, stop)]
+            slots += [
+                table[p // self._block_size] * self._block_size + p % self._block_size for p in range(start, stop)
+            ]
         tables = [self._tables[number] for number in chunks]
         width = max(map(len, tables))
         return StepInputs(

@@ -1,0 +1,29 @@
+"""`python -m scheduler`: serve until SIGINT or SIGTERM."""
+
+import signal
+import sys
+from contextlib import ExitStack
+
+from protocol.process import start_process
+from scheduler.server import open_server
+
+
+def main() -> int:
+    """Return the exit status: 0 after a signal, 2 if an address cannot be bound."""
+    config = start_process("scheduler", "Plan the steps of one model's executors and serve its gateways.")
+    with ExitStack() as stack:
+        try:
+            server = stack.enter_context(open_server(config))
+        except ValueError as error:
+            print(f"python -m scheduler: {error}", file=sys.stderr)
+            return 2
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: server.stop())
+        server.run()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and needs no second request
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

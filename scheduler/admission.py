@@ -1,0 +1,53 @@
+"""From a Submit to a Sequence: what only the scheduler can refuse, and what would take an executor down. Pure."""
+
+from array import array
+from collections.abc import Iterable
+
+from protocol.messages import Submit, unpack_ids
+from scheduler.sequence import Sequence
+
+TASKS = ("generate",)
+
+
+class SubmitError(ValueError):
+    """The request can never be served; says why."""
+
+
+def make_sequence(submit: Submit, seq_id: int, vocab_size: int) -> Sequence:
+    """Return the sequence that `submit` asks for. Raises SubmitError if its ids are not those of a vocabulary."""
+    if submit.task not in TASKS:
+        raise SubmitError(f"the task {submit.task!r} is not supported; supported: {', '.join(TASKS)}")
+    prompt_token_ids = _ids(submit.prompt_token_ids, "prompt_token_ids", vocab_size)
+    if not prompt_token_ids:
+        raise SubmitError("the prompt has no tokens")
+    sampling = submit.sampling
+    _require_known("stop_token_ids", sampling.stop_token_ids, vocab_size)
+    _require_known("logit_bias", (token_id for token_id, _ in sampling.logit_bias), vocab_size)
+    return Sequence(
+        seq_id,
+        prompt_token_ids,
+        sampling,
+        _ids(submit.output_token_ids, "output_token_ids", vocab_size),
+        submit.task,
+        submit.tenant,
+        submit.priority,
+        submit.cache_salt,
+        submit.adapter,
+        submit.attachments,
+    )
+
+
+def _ids(packed: bytes, name: str, vocab_size: int) -> "array[int]":
+    try:
+        token_ids = unpack_ids(packed)
+    except ValueError:
+        raise SubmitError(f"{name} is not a whole number of int32") from None
+    _require_known(name, token_ids, vocab_size)
+    return token_ids
+
+
+def _require_known(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    ids = list(token_ids)
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise SubmitError(f"{name} has {token_id}, which is not in the vocabulary of {vocab_size} tokens")

@@ -1,0 +1,262 @@
+"""What each gateway has got: a pure ledger that makes every token arrive once, whatever the link does.
+
+A request's output is kept from its Submit until a Hello no longer lists it. `num_sent_tokens` moves forward with each
+message that the socket took and back to what a Hello says was received, so one rule serves new tokens, lost messages
+and gateways that read slowly: send what lies beyond it.
+"""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from protocol.messages import Hello, Logprobs, Output, Outputs, Submit
+from scheduler.scheduler import Update
+
+MAX_OUTPUTS_BYTES = 8 << 20  # of one message, one request's output at least
+RETRY_S = 0.02  # between tries to send to a gateway whose queue is full
+
+
+class LogprobColumns:
+    """The log probabilities of one request's tokens, cheap to append to."""
+
+    def __init__(self) -> None:
+        self.num_alternatives = 0
+        self.token_logprobs = bytearray()
+        self.token_ranks = bytearray()
+        self.top_token_ids = bytearray()
+        self.top_logprobs = bytearray()
+
+    def append(self, logprobs: Logprobs) -> None:
+        self.num_alternatives = logprobs.num_alternatives
+        self.token_logprobs += logprobs.token_logprobs
+        self.token_ranks += logprobs.token_ranks
+        self.top_token_ids += logprobs.top_token_ids
+        self.top_logprobs += logprobs.top_logprobs
+
+    def tail(self, first_token: int) -> Logprobs | None:
+        """Return those from token `first_token` on, None if there are none at all."""
+        if not self.token_logprobs:
+            return None
+        row, wide = 4 * first_token, 4 * first_token * self.num_alternatives
+        return Logprobs(
+            self.num_alternatives,
+            bytes(self.token_logprobs[row:]),
+            bytes(self.token_ranks[row:]),
+            bytes(self.top_token_ids[wide:]),
+            bytes(self.top_logprobs[wide:]),
+        )
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's output. Token indexes count from its first output token, in whichever life that was."""
+
+    request_id: str
+    seq_id: int
+    hello_seq: int  # of its Submit
+    first_token_index: int  # how many tokens the Submit brought along
+    num_sent_tokens: int
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))  # from first_token_index on
+    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    prompt_logprobs: Logprobs | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    error: str | None = None
+    is_finish_sent: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.first_token_index + len(self.token_ids)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something that the gateway was not sent, or lost."""
+        return self.num_sent_tokens < self.num_tokens or (self.finish_reason is not None and not self.is_finish_sent)
+
+    def extend(self, update: Update) -> None:
+        self.token_ids.extend(update.token_ids)
+        if update.logprobs is not None:
+            self.logprobs.append(update.logprobs)
+        if update.prompt_logprobs is not None:
+            earlier = self.prompt_logprobs
+            self.prompt_logprobs = earlier + update.prompt_logprobs if earlier else update.prompt_logprobs
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self.finish_reason = update.finish_reason
+        self.error = update.error
+
+    def rewind(self, num_received_tokens: int) -> None:
+        """Take what the gateway says it has for what it was sent; a finish that it still waits for is sent again."""
+        self.num_sent_tokens = min(self.num_sent_tokens, max(num_received_tokens, self.first_token_index))
+        self.is_finish_sent = False
+
+    def output(self) -> Output:
+        """Return what the gateway lacks."""
+        start = self.num_sent_tokens - self.first_token_index
+        return Output(
+            self.request_id,
+            self.num_sent_tokens,
+            self.token_ids[start:].tobytes(),
+            self.finish_reason,
+            self.logprobs.tail(start),
+            self.num_cached_tokens,
+            self.prompt_logprobs if self.num_sent_tokens == 0 else None,
+            self.error,
+        )
+
+    def mark_sent(self) -> None:
+        self.num_sent_tokens = self.num_tokens
+        self.is_finish_sent = self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class Gateway:
+    """What is known of one gateway's life."""
+
+    identity: bytes
+    hello_seq: int = 0
+    last_hello_s: float = 0.0
+    blocked_since_s: float | None = None  # since when its queue takes nothing
+    next_try_s: float = 0.0  # before this, nothing is sent to a blocked gateway
+    listed: frozenset[str] = frozenset()  # request_ids of its last Hello
+    records: dict[str, RequestRecord] = field(default_factory=dict)
+    behind: dict[str, RequestRecord] = field(default_factory=dict)  # those of `records` that are
+
+
+@dataclass(frozen=True, slots=True)
+class HelloOutcome:
+    unknown: list[str]  # request_ids to submit again
+    unwanted: list[int]  # seq_ids to abort
+
+
+class Ledger:
+    """All gateways and their requests. Times are seconds of one clock that the caller reads."""
+
+    def __init__(self, peer_timeout_s: float) -> None:
+        self.peer_timeout_s = peer_timeout_s
+        self.gateways: dict[bytes, Gateway] = {}
+        self._by_seq_id: dict[int, tuple[Gateway, RequestRecord]] = {}
+
+    @property
+    def num_records(self) -> int:
+        return len(self._by_seq_id)
+
+    @property
+    def unfinished_seq_ids(self) -> list[int]:
+        return [seq_id for seq_id, (_, record) in self._by_seq_id.items() if record.finish_reason is None]
+
+    def hello(self, identity: bytes, hello: Hello, now_s: float) -> HelloOutcome | None:
+        """Return what the gateway's truth asks for, None if a later Hello has overtaken this one."""
+        gateway = self.gateways.setdefault(identity, Gateway(identity))
+        if hello.hello_seq <= gateway.hello_seq:
+            return None
+        gateway.hello_seq, gateway.last_hello_s = hello.hello_seq, now_s
+        gateway.listed = frozenset(request_id for request_id, _ in hello.in_flight)
+        unknown = []
+        for request_id, num_received_tokens in hello.in_flight:
+            record = gateway.records.get(request_id)
+            if record is None:
+                unknown.append(request_id)
+            else:
+                record.rewind(num_received_tokens)
+                if record.is_behind:
+                    gateway.behind[request_id] = record
+        return HelloOutcome(unknown, self._forget_unlisted(gateway))
+
+    def _forget_unlisted(self, gateway: Gateway) -> list[int]:
+        unlisted = [
+            record
+            for request_id, record in gateway.records.items()
+            if request_id not in gateway.listed and record.hello_seq < gateway.hello_seq
+        ]
+        for record in unlisted:
+            self._forget(gateway, record)
+        return [record.seq_id for record in unlisted if record.finish_reason is None]
+
+    def find(self, identity: bytes, request_id: str) -> RequestRecord | None:
+        gateway = self.gateways.get(identity)
+        return gateway.records.get(request_id) if gateway else None
+
+    def is_wanted(self, identity: bytes, submit: Submit) -> bool:
+        """Return whether no later Hello of a known gateway has left the request out."""
+        gateway = self.gateways.get(identity)
+        if gateway is None:
+            return False
+        return submit.hello_seq >= gateway.hello_seq or submit.request_id in gateway.listed
+
+    def admit(self, identity: bytes, submit: Submit, seq_id: int) -> None:
+        """Keep the output of sequence `seq_id` for a request of a known gateway from now on."""
+        gateway = self.gateways[identity]
+        num_tokens = len(submit.output_token_ids) // 4
+        record = RequestRecord(submit.request_id, seq_id, submit.hello_seq, num_tokens, num_tokens)
+        gateway.records[submit.request_id] = record
+        self._by_seq_id[seq_id] = (gateway, record)
+
+    def extend(self, update: Update) -> None:
+        """Add new output; what nobody wants any more is ignored."""
+        if update.seq_id in self._by_seq_id:
+            gateway, record = self._by_seq_id[update.seq_id]
+            record.extend(update)
+            if record.is_behind:
+                gateway.behind[record.request_id] = record
+
+    def gateways_behind(self, now_s: float) -> list[Gateway]:
+        """Return those to which something can be sent now."""
+        return [gateway for gateway in self.gateways.values() if gateway.behind and gateway.next_try_s <= now_s]
+
+    def batches(self, gateway: Gateway) -> Iterator[tuple[Outputs, list[RequestRecord]]]:
+        """Yield messages with all that the gateway lacks, and the records to mark as sent if the socket takes one."""
+        outputs: list[Output] = []
+        records: list[RequestRecord] = []
+        num_bytes = 0
+        for record in list(gateway.behind.values()):
+            output = record.output()
+            num_output_bytes = _size_bytes(output)
+            if outputs and num_bytes + num_output_bytes > MAX_OUTPUTS_BYTES:
+                yield Outputs(outputs), records
+                outputs, records, num_bytes = [], [], 0
+            outputs.append(output)
+            records.append(record)
+            num_bytes += num_output_bytes
+        if outputs:
+            yield Outputs(outputs), records
+
+    def mark_sent(self, gateway: Gateway, records: list[RequestRecord]) -> None:
+        gateway.blocked_since_s, gateway.next_try_s = None, 0.0
+        for record in records:
+            record.mark_sent()
+            gateway.behind.pop(record.request_id, None)
+
+    def mark_blocked(self, gateway: Gateway, now_s: float) -> None:
+        """Remember that the socket took nothing for the gateway."""
+        if gateway.blocked_since_s is None:
+            gateway.blocked_since_s = now_s
+        gateway.next_try_s = now_s + RETRY_S
+
+    def drop_dead(self, now_s: float) -> dict[bytes, list[int]]:
+        """Forget gateways that say or read nothing for `peer_timeout_s`; return the seq_ids to abort of each."""
+        dead = [gateway for gateway in self.gateways.values() if self._is_dead(gateway, now_s)]
+        return {gateway.identity: self._drop(gateway) for gateway in dead}
+
+    def _is_dead(self, gateway: Gateway, now_s: float) -> bool:
+        is_blocked = gateway.blocked_since_s is not None and now_s - gateway.blocked_since_s > self.peer_timeout_s
+        return is_blocked or now_s - gateway.last_hello_s > self.peer_timeout_s
+
+    def _drop(self, gateway: Gateway) -> list[int]:
+        del self.gateways[gateway.identity]
+        records = list(gateway.records.values())
+        for record in records:
+            self._forget(gateway, record)
+        return [record.seq_id for record in records if record.finish_reason is None]
+
+    def _forget(self, gateway: Gateway, record: RequestRecord) -> None:
+        del gateway.records[record.request_id]
+        gateway.behind.pop(record.request_id, None)
+        del self._by_seq_id[record.seq_id]
+
+
+def _size_bytes(output: Output) -> int:
+    num_bytes = len(output.token_ids) + 64
+    for logprobs in (output.logprobs, output.prompt_logprobs):
+        if logprobs is not None:
+            num_bytes += 2 * len(logprobs.token_logprobs) + 2 * len(logprobs.top_logprobs)
+    return num_bytes

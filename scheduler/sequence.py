@@ -1,0 +1,116 @@
+"""One running generation, and its shares of the steps in flight."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.messages import Attachment, Logprobs, SequenceInit
+from protocol.sampling import SamplingParams
+
+
+def no_ids() -> "array[int]":
+    return array("i")
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the server makes of a Submit (first part), and how far it is (second part, the scheduler's alone).
+
+    Progress is numbers: `num_computed_tokens` <= `num_planned_tokens` <= `num_tokens` (and one more if a token that is
+    being sampled is planned on already). Prefill, chunk, decode and resumption differ only in the distance.
+    """
+
+    seq_id: int
+    prompt_token_ids: "array[int]"  # int32
+    sampling: SamplingParams
+    output_token_ids: "array[int]" = field(default_factory=no_ids)  # int32, grows; at the start, a resubmission's
+    task: str = "generate"
+    tenant: str = ""
+    priority: int = 0  # lower goes first
+    cache_salt: str = ""
+    adapter: str = ""
+    attachments: tuple[Attachment, ...] = ()
+
+    num_tokens: int = field(init=False)  # of prompt and output so far
+    arrival: int = field(init=False, default=0)
+    max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
+    stop_token_ids: frozenset[int] = field(init=False, default=frozenset())
+    num_computed_tokens: int = field(init=False, default=0)  # whose KV exists
+    num_planned_tokens: int = field(init=False, default=0)  # whose KV exists once the steps in flight are done
+    num_cached_tokens: int = field(init=False, default=0)  # of the prompt, found at first admission
+    block_table: "array[int]" = field(init=False, default_factory=no_ids)
+    block_hashes: list[bytes] = field(init=False, default_factory=list)  # as many as were needed so far
+    num_registered_blocks: int = field(init=False, default=0)  # of the table, offered for sharing
+    in_flight: "list[Share]" = field(init=False, default_factory=list)  # oldest first
+    is_running: bool = field(init=False, default=False)
+    was_admitted: bool = field(init=False, default=False)
+    needs_init: bool = field(init=False, default=True)
+    is_on_executor: bool = field(init=False, default=False)  # an executor may keep state for it
+    finish_reason: str | None = field(init=False, default=None)
+    prompt_logprobs: Logprobs | None = field(init=False, default=None)  # collected so far; None: not wanted (any more)
+    num_deaths: int = field(init=False, default=0)  # of executors with this in flight, since its last new token
+
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Tokens that can be planned now, one that is being sampled included."""
+        if self.in_flight:
+            latest = self.in_flight[-1]
+            if latest.is_void:
+                return 0
+            if latest.samples:  # unless that token is the last, whatever it is
+                return 1 if self.num_tokens + 1 < self.max_num_tokens else 0
+        return self.num_tokens - self.num_planned_tokens
+
+    @property
+    def queue_key(self) -> tuple[int, bool, int]:
+        """Order of waiting: by priority; those that ran before newcomers; by arrival."""
+        return self.priority, not self.was_admitted, self.arrival
+
+    @property
+    def max_num_cached_tokens(self) -> int:
+        """Tokens that may come from the prefix cache: the last one never, and none whose logprobs are still missing."""
+        if self.prompt_logprobs is None or self.prompt_logprobs.num_tokens >= len(self.prompt_token_ids) - 1:
+            return self.num_tokens - 1
+        return self.prompt_logprobs.num_tokens
+
+    def pack(self, start: int, end: int) -> bytes:
+        """Return the known token ids from `start` to `end` as int32 bytes."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if start >= num_prompt_tokens:
+            return self.output_token_ids[start - num_prompt_tokens : end - num_prompt_tokens].tobytes()
+        packed = self.prompt_token_ids[start:end].tobytes()
+        if end > num_prompt_tokens:
+            packed += self.output_token_ids[: end - num_prompt_tokens].tobytes()
+        return packed
+
+    def make_init(self) -> SequenceInit:
+        """Return all that an executor must know to go on with the tokens that are known now."""
+        prompt, outputs = self.prompt_token_ids.tobytes(), self.output_token_ids.tobytes()
+        return SequenceInit(self.sampling, prompt, outputs, adapter=self.adapter)
+
+    def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:
+        """Add what is new in the log probabilities of prompt tokens from `first_token_index` on."""
+        if self.prompt_logprobs is None:
+            return
+        num_known = self.prompt_logprobs.num_tokens  # of tokens 1 and on
+        new = given.tail(num_known + 1 - first_token_index)
+        self.prompt_logprobs = self.prompt_logprobs + new if num_known else new
+
+
+class Share(msgspec.Struct, eq=False):
+    """One sequence's part of a step in flight: positions `start` to `end`."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    samples: bool  # ends at the sequence's last token, and gives the next
+    has_init: bool
+    hashes: Iterable[bytes] = ()  # of the blocks that it fills, as far as they are known
+    keeps_kv: bool = True  # False once the sequence was preempted: its token counts, its KV is gone
+    is_void: bool = False  # the result says nothing: the share before it was not computed
+    held_blocks: "array[int] | None" = None  # released when this step is done: the sequence let go of them in flight

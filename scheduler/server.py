@@ -1,0 +1,353 @@
+"""The scheduler's process: both sockets, the clock, and one loop around the pure scheduler.
+
+Each turn: wait until something arrives or is due; take what the executor says, then a bounded number of gateway
+messages; plan a step if it is time to; send each gateway what it lacks.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from protocol.config import Config
+from protocol.messages import (
+    ExecutorReady,
+    FromExecutor,
+    NeedInit,
+    Progress,
+    Ready,
+    Stats,
+    Step,
+    StepFailed,
+    StepResult,
+    StepTimes,
+    decode_from_executor,
+    encode,
+)
+from protocol.sockets import bind_router, hold_address, new_identity, try_send
+from scheduler.executor_link import Arrival, ExecutorLink, SentStep
+from scheduler.frontend import Frontend, Service
+from scheduler.inbox import Inbox
+from scheduler.scheduler import Limits, Scheduler
+from scheduler.stats import StepMeter, StepPredictor, describe, step_size
+
+logger = logging.getLogger(__name__)
+
+MAX_EXECUTOR_MESSAGES_A_TURN = 256
+STATS_INTERVAL_S = 1.0
+LOG_INTERVAL_S = 10.0
+
+
+@contextmanager
+def open_server(
+    config: Config, clock: Callable[[], float] = time.monotonic, *, high_water_mark: int = 1000
+) -> Iterator["Server"]:
+    """Bind both addresses while the context lasts. Raises ValueError if one cannot be bound.
+
+    `high_water_mark` is how many messages wait for a gateway that does not read them.
+    """
+    with (
+        hold_address(config.frontend_address),
+        hold_address(config.backend_address),
+        zmq.Context() as context,
+        bind_router(context, config.frontend_address, high_water_mark=high_water_mark) as frontend,
+        bind_router(context, config.backend_address) as backend,
+    ):
+        wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            yield Server(config, frontend, backend, wakeup, clock)
+        finally:
+            for end in wakeup:
+                os.close(end)
+
+
+class Server:
+    """One scheduler, its gateways and its executor group."""
+
+    def __init__(
+        self,
+        config: Config,
+        frontend: "zmq.Socket[bytes]",
+        backend: "zmq.Socket[bytes]",
+        wakeup: tuple[int, int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.config = config
+        self.clock = clock
+        self.incarnation = new_identity()
+        self.frontend = Frontend(frontend, config, clock)
+        self.backend = backend
+        self.executors = Inbox(backend, decode_from_executor, "an executor", clock)
+        self.link = ExecutorLink(self.incarnation, config.peer_timeout_s)
+        self.scheduler: Scheduler | None = None  # until an executor has said what it holds
+        self.described: ExecutorReady | None = None  # what it said, rank 0 for all
+        self.num_blocks = 0  # of the group
+        self._may_plan = False  # something has happened since there was nothing to plan
+        self._is_draining = False  # from NeedInit until no step is in flight
+        self._is_lost = False  # an executor was there, and is not now
+        self._was_idle = True  # there was nothing to do at some time since the last step was planned
+        self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
+        self._predictor = StepPredictor()
+        self._stats_meter, self._log_meter = StepMeter(), StepMeter()
+        self._logged: Stats | None = None
+        self._logged_s = self._stats_sent_s = clock()
+        self._is_stopping = False
+        self._wake_reader, self._wake_writer = wakeup
+        self._poller = zmq.Poller()
+        for source in (backend, frontend, self._wake_reader):
+            self._poller.register(source, zmq.POLLIN)
+
+    def run(self) -> None:
+        """Serve until `stop`."""
+        logger.info(
+            "gateways at %s, executors at %s; up to %d sequences and %d tokens a step, %d requests waiting",
+            self.config.frontend_address,
+            self.config.backend_address,
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.config.max_num_queued_reqs,
+        )
+        while not self._is_stopping:
+            self.turn()
+
+    def stop(self) -> None:
+        """Let `run` return soon. May be called once, from a signal handler or another thread."""
+        os.write(self._wake_writer, b".")
+
+    def turn(self) -> None:
+        """Wait for something to do, and do it."""
+        arrived = self._poller.poll(self._patience_ms())
+        self._is_stopping = any(source == self._wake_reader for source, _ in arrived)
+        for identity, message in self.executors.take(MAX_EXECUTOR_MESSAGES_A_TURN):
+            self._on_executor_message(identity, message)
+        self._may_plan |= self.frontend.receive()
+        plan_at_s = self._plan_at_s()
+        if plan_at_s is not None and plan_at_s <= self.clock():
+            self._plan()
+        self.frontend.deliver()
+        self._keep_house()
+
+    def _patience_ms(self) -> int:
+        """Return how long nothing is due, rounded up to what a poll can wait."""
+        due_s = (self._stats_sent_s + STATS_INTERVAL_S, self._plan_at_s(), self.frontend.next_try_s)
+        next_s = min(time_s for time_s in due_s if time_s is not None)
+        return max(0, math.ceil(1000 * (next_s - self.clock())))
+
+    # Executors
+
+    def _on_executor_message(self, identity: bytes, message: FromExecutor) -> None:
+        now_s = self.clock()
+        if isinstance(message, ExecutorReady):
+            self._on_executor_ready(identity, message, now_s)
+            return
+        self.link.hear(message, now_s)
+        if isinstance(message, Progress) or not self.link.is_current(message):
+            return
+        assert self.scheduler is not None, "a step is in flight"
+        match message:
+            case StepResult():
+                self._on_result(message, self.scheduler, now_s)
+            case StepFailed(step_id=step_id, error=error):
+                logger.error("the executor failed in step %d: %s", step_id, error)
+                self.scheduler.reset_executor(self.num_blocks)
+                self.link.retire()
+            case NeedInit():
+                self._on_need_init(message, self.scheduler)
+        self._may_plan = True
+
+    def _on_executor_ready(self, identity: bytes, ready: ExecutorReady, now_s: float) -> None:
+        frames = []
+        match self.link.arrive(identity, ready, now_s):
+            case Arrival.NEWCOMER:
+                frames = [encode(self.link.welcome_newcomer(ready, self._next_step_id()))]
+            case Arrival.JOINED:
+                self._on_executor_joined()
+                self._send_to_executors(self._welcome())
+            case Arrival.PRESENT:
+                frames = [self._welcome(), *self.link.unanswered()]
+        for frame in frames:
+            try_send(self.backend, [identity, frame])
+        self._may_plan = True
+
+    def _on_executor_joined(self) -> None:
+        """Take up work with a group that has no KV and no state."""
+        described, self.num_blocks = self.link.description, self.link.num_blocks
+        logger.info(
+            "executor %s: %d blocks of %d tokens, up to %d tokens a sequence",
+            self.link.incarnation,
+            self.num_blocks,
+            described.block_size,
+            described.max_model_len,
+        )
+        if self.scheduler is None or self.described is None or _model(self.described) != _model(described):
+            self._begin(described)
+        else:
+            self.scheduler.reset_executor(self.num_blocks)
+        self.described = described
+        self._is_draining = False
+
+    def _begin(self, described: ExecutorReady) -> None:
+        """Start from nothing with a model.
+
+        If another one was served, peers see another scheduler: gateways submit again what may go on, and end the rest.
+        """
+        if self.scheduler is not None:
+            logger.warning("the executor holds another model than the one before: requests in flight end")
+            self.incarnation = self.link.scheduler_incarnation = new_identity()
+        limits = Limits(
+            self.num_blocks,
+            described.block_size,
+            described.max_model_len,
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.config.max_num_queued_reqs,
+            self.config.enable_prefix_caching,
+        )
+        self.scheduler = Scheduler(limits)
+        self.frontend.offer(Service(self.scheduler, described.vocab_size, self._ready))
+        self._logged = self._stats(self.scheduler, StepTimes())
+
+    def _ready(self) -> Ready:
+        """Return what gateways are told. Only when an executor has been there."""
+        assert self.described is not None
+        names = self.config.served_model_name
+        return Ready(
+            self.incarnation,
+            names[0] if names else self.config.model,
+            self.described.model_fingerprint,
+            self.described.vocab_size,
+            self.described.max_model_len,
+            self.described.block_size,
+            self.num_blocks,
+            self.config.max_num_seqs,
+            self.link.can_progress(self.clock()),
+        )
+
+    def _on_result(self, result: StepResult, scheduler: Scheduler, now_s: float) -> None:
+        for step, answered in self.link.complete(result):
+            scheduler.apply(answered)
+            self._oldest_started_s = now_s
+            self._predictor.observe_step(step.size, answered.busy_s)
+            for meter in (self._stats_meter, self._log_meter):
+                meter.add(step.size, answered.busy_s, answered.waited_s)
+        if self.link.num_in_flight == 0:
+            self._was_idle |= not scheduler.has_work
+            self._finish_draining()
+
+    def _on_need_init(self, need: NeedInit, scheduler: Scheduler) -> None:
+        logger.warning("the executor has no state for sequences %s in step %d", need.seq_ids, need.step_id)
+        self.link.cancel_from(need.step_id)
+        scheduler.need_init(need.step_id, need.seq_ids)
+        self._is_draining = True
+        if self.link.num_in_flight == 0:
+            self._finish_draining()
+
+    def _finish_draining(self) -> None:
+        """Tell the executor which step comes next, now that those before it are done or cancelled."""
+        if self._is_draining:
+            self._is_draining = False
+            self._send_to_executors(self._welcome())
+
+    def _next_step_id(self) -> int:
+        return self.scheduler.next_step_id if self.scheduler is not None else 1
+
+    def _welcome(self) -> bytes:
+        return encode(self.link.welcome(self._next_step_id()))
+
+    def _send_to_executors(self, frame: bytes) -> None:
+        for identity in self.link.identities:
+            if not try_send(self.backend, [identity, frame]):
+                self.link.mark_unreachable()
+
+    # Planning
+
+    def _plan_at_s(self) -> float | None:
+        """Return when the next step is to be planned (0: now), None if something must happen before."""
+        if self.scheduler is None or not self._may_plan or not self.scheduler.has_work or self._is_draining:
+            return None
+        if self.link.num_in_flight > int(self.config.async_scheduling) or not self.link.can_progress(self.clock()):
+            return None
+        if self.link.oldest is None:
+            return 0.0
+        return self._oldest_started_s + self._predictor.plan_after_s(self.link.oldest.size)
+
+    def _plan(self) -> None:
+        """Plan one step, if there is one, and send it to every rank."""
+        assert self.scheduler is not None
+        assert self.link.incarnation is not None
+        started_s = self.clock()
+        planned = self.scheduler.schedule()
+        if planned is None:
+            self._may_plan = False
+            return
+        step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
+        frame = encode(step)
+        size = step_size(planned.sequences, follows_idleness=self._was_idle)
+        if self.link.oldest is None:
+            self._oldest_started_s = started_s
+        self.link.add(SentStep(planned.step_id, frame, size))
+        self._send_to_executors(frame)
+        self._was_idle = False
+        self._predictor.observe_planning(self.clock() - started_s)
+
+    # Housekeeping
+
+    def _keep_house(self) -> None:
+        """Once a second: end what dead gateways had, say how things stand; every ten, while busy, log it."""
+        now_s = self.clock()
+        interval_s = now_s - self._stats_sent_s
+        if interval_s < STATS_INTERVAL_S:
+            return
+        self._stats_sent_s = now_s
+        for identity, num_aborted in self.frontend.drop_dead():
+            logger.warning("gateway %s is dead: %d sequences aborted", identity.decode(errors="replace"), num_aborted)
+            self._may_plan = True
+        if self.scheduler is None:
+            return
+        self._watch_executor(now_s)
+        stats = self._stats(self.scheduler, self._stats_meter.take())
+        self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s)
+        self.frontend.broadcast(stats)
+        if now_s - self._logged_s >= LOG_INTERVAL_S:
+            self._log(self.scheduler, now_s)
+
+    def _watch_executor(self, now_s: float) -> None:
+        was_lost, self._is_lost = self._is_lost, not self.link.can_progress(now_s)
+        if self._is_lost != was_lost:
+            logger.warning("the executor is lost: requests wait" if self._is_lost else "the executor is back")
+
+    def _log(self, scheduler: Scheduler, now_s: float) -> None:
+        stats = self._stats(scheduler, self._log_meter.take())
+        if self._logged is not None and (stats.num_steps > self._logged.num_steps or scheduler.has_work):
+            logger.info("%s", describe(self._logged, stats, now_s - self._logged_s, self.num_blocks))
+        self._logged, self._logged_s = stats, now_s
+
+    def _stats(self, scheduler: Scheduler, times: StepTimes) -> Stats:
+        counters = scheduler.counters
+        return Stats(
+            self.incarnation,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_used_blocks,
+            scheduler.num_cached_blocks,
+            counters.num_prompt_tokens,
+            counters.num_generated_tokens,
+            counters.num_prefix_queried_tokens,
+            counters.num_prefix_hit_tokens,
+            counters.num_preemptions,
+            counters.num_steps,
+            counters.num_scheduled_tokens,
+            scheduler.num_evicted_blocks,
+            max(0, self.link.num_lives - 1),
+            dict(counters.finished),
+            times,
+        )
+
+
+def _model(described: ExecutorReady) -> tuple[str, int, int, int]:
+    """Return what must be the same for work to go on with another executor."""
+    return described.model_fingerprint, described.vocab_size, described.max_model_len, described.block_size

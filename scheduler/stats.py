@@ -1,0 +1,117 @@
+"""What is measured while serving: how long steps take, how fast requests end, and the line that says so. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from protocol.messages import SequenceStep, Stats, StepTimes
+
+SMOOTHING = 0.125  # weight of the newest of a running mean
+LEAST_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late
+SHORTEST_RETRY_S, LONGEST_RETRY_S, UNKNOWN_RETRY_S = 1.0, 60.0, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    num_seqs: int
+    num_tokens: int
+    has_prompt: bool  # whether some sequence computes more than its newest token
+    follows_idleness: bool = False  # nothing was to be done before it
+
+    @property
+    def kind(self) -> tuple[bool, int, int]:
+        """Return what steps of about the same duration have in common."""
+        return self.has_prompt, self.num_seqs.bit_length(), self.num_tokens.bit_length()
+
+
+def step_size(sequences: Sequence[SequenceStep], *, follows_idleness: bool) -> StepSize:
+    num_tokens = sum(max(1, len(sequence.token_ids) // 4) for sequence in sequences)
+    has_prompt = num_tokens > len(sequences) or not all(sequence.sample for sequence in sequences)
+    return StepSize(len(sequences), num_tokens, has_prompt, follows_idleness)
+
+
+class StepPredictor:
+    """When the next plan is due: as late as the executor does not notice.
+
+    Keeps for each kind of step a running mean and mean deviation of the executor's time, and how long planning takes.
+    """
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[bool, int, int], tuple[float, float]] = {}
+        self._planning_s = 0.0
+
+    def observe_step(self, size: StepSize, busy_s: float) -> None:
+        mean_s, deviation_s = self._steps.get(size.kind, (busy_s, busy_s / 2))
+        deviation_s += SMOOTHING * (abs(busy_s - mean_s) - deviation_s)
+        self._steps[size.kind] = (mean_s + SMOOTHING * (busy_s - mean_s), deviation_s)
+
+    def observe_planning(self, seconds: float) -> None:
+        self._planning_s += SMOOTHING * (seconds - self._planning_s)
+
+    def plan_after_s(self, size: StepSize) -> float:
+        """Return how long after the start of a step the next should be planned; 0 if steps like it are unknown."""
+        mean_s, deviation_s = self._steps.get(size.kind, (0.0, 0.0))
+        return max(0.0, mean_s - 2 * deviation_s - 2 * self._planning_s - LEAST_MARGIN_S)
+
+
+@dataclass(slots=True)
+class StepMeter:
+    """Times of the steps of one interval."""
+
+    decode_s: list[float] = field(default_factory=list)
+    prefill_s: list[float] = field(default_factory=list)
+    busy_s: float = 0.0
+    waited_s: float = 0.0  # for the scheduler, while there was work
+
+    def add(self, size: StepSize, busy_s: float, waited_s: float) -> None:
+        (self.prefill_s if size.has_prompt else self.decode_s).append(busy_s)
+        self.busy_s += busy_s
+        if not size.follows_idleness:
+            self.waited_s += waited_s
+
+    def take(self) -> StepTimes:
+        """Return the interval's times and start the next."""
+        total_s = self.busy_s + self.waited_s
+        times = StepTimes(
+            median(self.decode_s) if self.decode_s else 0.0,
+            median(self.prefill_s) if self.prefill_s else 0.0,
+            self.waited_s / total_s if total_s else 0.0,
+        )
+        self.decode_s, self.prefill_s, self.busy_s, self.waited_s = [], [], 0.0, 0.0
+        return times
+
+
+class FinishRate:
+    """How many requests end a second, lately."""
+
+    def __init__(self) -> None:
+        self._per_s = 0.0
+        self._num_finished = 0
+
+    def observe(self, num_finished: int, interval_s: float) -> None:
+        """Take the count of all that ever finished, `interval_s` after the last."""
+        recent_per_s = (num_finished - self._num_finished) / interval_s
+        self._num_finished = num_finished
+        self._per_s += SMOOTHING * (recent_per_s - self._per_s)
+
+    def retry_after_s(self, num_waiting: int) -> float:
+        """Return about how long a request would wait behind `num_waiting` others."""
+        if self._per_s <= 0.0:
+            return UNKNOWN_RETRY_S
+        return min(max(num_waiting / self._per_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
+
+
+def describe(before: Stats, now: Stats, interval_s: float, num_blocks: int) -> str:
+    """Return the operator's line about the interval between two Stats; the step times are those of `now`."""
+    num_queried = now.num_prefix_queried_tokens - before.num_prefix_queried_tokens
+    num_hit = now.num_prefix_hit_tokens - before.num_prefix_hit_tokens
+    return (
+        f"prompt {(now.num_prompt_tokens - before.num_prompt_tokens) / interval_s:.0f} tokens/s,"
+        f" output {(now.num_generated_tokens - before.num_generated_tokens) / interval_s:.0f} tokens/s,"
+        f" running {now.num_running_seqs}, waiting {now.num_waiting_seqs},"
+        f" KV use {100 * now.num_used_blocks / max(1, num_blocks):.0f}%,"
+        f" prefix hits {100 * num_hit / max(1, num_queried):.0f}%,"
+        f" preemptions {now.num_preemptions - before.num_preemptions},"
+        f" prefill step {1000 * now.times.prefill_step_s:.1f} ms, decode step {1000 * now.times.decode_step_s:.1f} ms,"
+        f" executor waited {100 * now.times.executor_wait_fraction:.1f}%"
+    )

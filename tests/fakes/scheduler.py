@@ -1,0 +1,97 @@
+"""The real scheduler's server, in a thread."""
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol.config import Config
+from scheduler.scheduler import Scheduler
+from scheduler.server import Server, open_server
+
+
+@contextmanager
+def socket_directory() -> Iterator[Path]:
+    """Make a private directory whose path is short enough for sockets; pytest's own may not be."""
+    path = Path(tempfile.mkdtemp(prefix="octavo-test-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
+
+
+def toy_config(directory: Path, **settings: object) -> Config:
+    """Return the Config of a scheduler whose sockets lie in `directory`."""
+    chosen: dict[str, object] = {
+        "frontend_address": f"ipc://{directory}/frontend",
+        "backend_address": f"ipc://{directory}/backend",
+        "served_model_name": ("toy",),
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "peer_timeout_s": 5.0,
+    }
+    return Config(**{**chosen, **settings})  # type: ignore[arg-type]
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """Return as soon as the condition holds; fail if it does not in time."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_true():
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.002)
+
+
+class ServerThread:
+    """One life of the scheduler. Leaving the context ends it without a word to its peers, as a kill would."""
+
+    def __init__(self, config: Config, high_water_mark: int = 1000) -> None:
+        self.config = config
+        self.high_water_mark = high_water_mark
+        self.server: Server | None = None
+        self.error: BaseException | None = None
+        self._is_open = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        assert self._is_open.wait(10)
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        self.kill()
+        if self.error is not None and kind is None:
+            raise self.error
+
+    def kill(self) -> None:
+        if self.server is not None and self.error is None and self._thread.is_alive():
+            self.server.stop()
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        assert self.server is not None
+        assert self.server.scheduler is not None
+        return self.server.scheduler
+
+    def check_idle(self) -> None:
+        """Wait until nothing is left to do, then assert that all blocks are back and the accounts agree."""
+        wait_until(lambda: self.error or (not self.scheduler.has_work and self.scheduler.num_in_flight == 0))
+        self.kill()  # the thread may touch the scheduler no more
+        if self.error is not None:
+            raise self.error
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_used_blocks == 0
+
+    def _run(self) -> None:
+        try:
+            with open_server(self.config, high_water_mark=self.high_water_mark) as server:
+                self.server = server
+                self._is_open.set()
+                server.run()
+        except BaseException as error:  # the test's thread raises it
+            self.error = error
+            self._is_open.set()

@@ -1,0 +1,47 @@
+"""What a Submit must be, before it becomes a sequence."""
+
+import msgspec
+import pytest
+
+from protocol.messages import Attachment, Submit, pack_ids
+from protocol.sampling import SamplingParams
+from scheduler.admission import SubmitError, make_sequence
+
+GOOD = Submit(
+    "r",
+    1,
+    pack_ids([0, 99]),
+    SamplingParams(max_tokens=1, seed=2, stop_token_ids=(99,), logit_bias=((0, 1.0), (99, -1.0)), eos_token_ids=(100,)),
+    pack_ids([5]),
+    tenant="t",
+    priority=3,
+    cache_salt="c",
+    adapter="a",
+    attachments=(Attachment(0, 1, b"x"),),
+)
+
+
+def test_every_field_arrives():
+    sequence = make_sequence(GOOD, 7, vocab_size=100)
+    assert (sequence.seq_id, sequence.sampling) == (7, GOOD.sampling)
+    assert (sequence.prompt_token_ids.tolist(), sequence.output_token_ids.tolist()) == ([0, 99], [5])
+    assert (sequence.task, sequence.tenant, sequence.priority) == ("generate", "t", 3)
+    assert (sequence.cache_salt, sequence.adapter, sequence.attachments) == ("c", "a", GOOD.attachments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"task": "embed"}, "the task 'embed' is not supported"),
+        ({"prompt_token_ids": b""}, "no tokens"),
+        ({"prompt_token_ids": pack_ids([1, 100])}, "prompt_token_ids has 100"),
+        ({"prompt_token_ids": pack_ids([-1])}, "prompt_token_ids has -1"),
+        ({"prompt_token_ids": b"12345"}, "whole number of int32"),
+        ({"output_token_ids": pack_ids([100])}, "output_token_ids has 100"),
+        ({"sampling": SamplingParams(max_tokens=1, seed=1, stop_token_ids=(1, 100))}, "stop_token_ids has 100"),
+        ({"sampling": SamplingParams(max_tokens=1, seed=1, logit_bias=((-2, 0.0),))}, "logit_bias has -2"),
+    ],
+)
+def test_what_would_hurt_an_executor_is_refused(fields, words):
+    with pytest.raises(SubmitError, match=words):
+        make_sequence(msgspec.structs.replace(GOOD, **fields), 7, vocab_size=100)

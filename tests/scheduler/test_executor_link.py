@@ -1,0 +1,178 @@
+"""The window of steps: in order, each result once, and only of the lives that are not over."""
+
+import pytest
+
+from protocol.messages import ExecutorReady, NeedInit, Progress, StepResult, Welcome
+from scheduler.executor_link import Arrival, ExecutorLink, SentStep
+from scheduler.stats import StepSize
+
+SIZE = StepSize(1, 1, has_prompt=False)
+
+
+def ready(incarnation: str = "e1", *, rank: int = 0, num_blocks: int = 10, welcomed_by: str = "") -> ExecutorReady:
+    return ExecutorReady(rank, incarnation, num_blocks, 4, 100, 1000, "model", welcomed_by)
+
+
+def result(step_id: int, executor: str = "e1", scheduler: str = "s1") -> StepResult:
+    return StepResult(scheduler, executor, step_id, [])
+
+
+def put_in_flight(link: ExecutorLink, *step_ids: int) -> None:
+    for step_id in step_ids:
+        link.add(SentStep(step_id, b"step %d" % step_id, SIZE))
+
+
+def completed(link: ExecutorLink, message: StepResult) -> list[int]:
+    return [answered.step_id for _, answered in link.complete(message)]
+
+
+@pytest.fixture
+def link() -> ExecutorLink:
+    """A link with one executor there."""
+    link = ExecutorLink("s1", peer_timeout_s=10.0)
+    assert link.arrive(b"one", ready(), 0.0) is Arrival.JOINED
+    return link
+
+
+def test_nobody_there():
+    link = ExecutorLink("s1", peer_timeout_s=10.0)
+    assert not link.can_progress(0.0)
+    assert not link.is_current(result(1))
+    assert link.identities == []
+
+
+def test_an_executor_joins_once(link):
+    assert link.can_progress(0.0)
+    assert link.arrive(b"one", ready(), 0.0) is Arrival.PRESENT
+    assert (link.num_blocks, link.num_lives, link.incarnation) == (10, 1, "e1")
+    assert link.welcome(1) == Welcome("s1", "e1", 10, 1)
+
+
+def test_results_come_out_in_the_order_of_steps(link):
+    put_in_flight(link, 1, 2)
+    assert completed(link, result(2)) == []
+    assert link.num_in_flight == 2
+    assert completed(link, result(1)) == [1, 2]
+    assert link.num_in_flight == 0
+
+
+def test_a_result_counts_once(link):
+    put_in_flight(link, 1, 2)
+    assert link.is_current(result(1))
+    assert completed(link, result(1)) == [1]
+    assert not link.is_current(result(1))
+    assert not link.is_current(result(3))
+
+
+def test_results_of_other_lives_are_stale(link):
+    put_in_flight(link, 1)
+    assert not link.is_current(result(1, executor="e0"))
+    assert not link.is_current(result(1, scheduler="s0"))
+
+
+def test_what_is_unanswered_is_sent_again(link):
+    put_in_flight(link, 1, 2)
+    assert link.unanswered() == [b"step 1", b"step 2"]
+    completed(link, result(2))
+    assert link.unanswered() == [b"step 1"]
+    completed(link, result(1))
+    assert link.unanswered() == []
+
+
+def test_a_welcome_names_the_oldest_step_that_is_not_done(link):
+    put_in_flight(link, 5, 6)
+    assert link.welcome(7).next_step_id == 5
+    completed(link, result(5))
+    assert link.welcome(7).next_step_id == 6
+    completed(link, result(6))
+    assert link.welcome(7).next_step_id == 7
+
+
+def test_cancelled_steps_are_not_waited_for(link):
+    put_in_flight(link, 1, 2, 3)
+    link.cancel_from(2)
+    assert not link.is_current(NeedInit("s1", "e1", 2, [1]))
+    assert completed(link, result(1)) == [1]
+    assert link.welcome(4).next_step_id == 4
+
+
+def test_steps_have_no_gap(link):
+    put_in_flight(link, 1)
+    with pytest.raises(AssertionError, match="gap"):
+        put_in_flight(link, 3)
+
+
+def test_a_restarted_executor_takes_over_once_it_echoes(link):
+    put_in_flight(link, 1)
+    assert link.arrive(b"two", ready("e2"), 1.0) is Arrival.NEWCOMER
+    assert link.incarnation == "e1"
+    assert link.welcome_newcomer(ready("e2", num_blocks=8), 2) == Welcome("s1", "e2", 8, 2)
+    assert link.arrive(b"two", ready("e2", welcomed_by="s1"), 1.5) is Arrival.JOINED
+    assert (link.incarnation, link.identities, link.num_in_flight, link.num_lives) == ("e2", [b"two"], 0, 2)
+    assert not link.is_current(result(1))
+    assert link.arrive(b"one", ready(welcomed_by="s1"), 2.0) is Arrival.STALE
+
+
+@pytest.mark.parametrize("how", ["silence", "unreachable", "failed"])
+def test_a_restarted_executor_takes_over_at_once_from_one_that_is_lost(link, how):
+    if how == "unreachable":
+        link.mark_unreachable()
+    elif how == "failed":
+        link.retire()
+    assert link.arrive(b"two", ready("e2"), 10.1 if how == "silence" else 1.0) is Arrival.JOINED
+
+
+def test_a_ghost_does_not_end_a_life(link):
+    """A message of a process that died unnoticed arrives late: nobody echoes, and nothing changes."""
+    put_in_flight(link, 1)
+    assert link.arrive(b"ghost", ready("e0"), 1.0) is Arrival.NEWCOMER
+    assert completed(link, result(1)) == [1]
+    assert link.arrive(b"one", ready(welcomed_by="s1"), 2.0) is Arrival.PRESENT
+
+
+def test_a_failed_life_is_over(link):
+    put_in_flight(link, 1)
+    link.retire()
+    assert not link.can_progress(0.0)
+    assert link.num_in_flight == 0
+    assert link.arrive(b"one", ready(), 0.0) is Arrival.STALE
+
+
+def test_silence_is_loss_and_a_sign_of_life_ends_it(link):
+    assert link.can_progress(10.0)
+    assert not link.can_progress(10.1)
+    link.hear(Progress("e0", 1, 1), 11.0)
+    assert not link.can_progress(11.0)
+    link.hear(Progress("e1", 1, 1), 11.0)
+    assert link.can_progress(11.0)
+
+
+def test_unreachable_until_heard(link):
+    put_in_flight(link, 1)
+    link.mark_unreachable()
+    assert not link.can_progress(0.0)
+    assert link.arrive(b"one again", ready(), 1.0) is Arrival.PRESENT
+    assert link.can_progress(1.0)
+    assert link.identities == [b"one again"]
+    assert link.unanswered() == [b"step 1"]
+
+
+def test_a_group_is_complete_when_all_ranks_are_there():
+    link = ExecutorLink("s1", peer_timeout_s=10.0, num_ranks=2)
+    assert link.arrive(b"zero", ready(num_blocks=12), 0.0) is Arrival.FORMING
+    assert not link.can_progress(0.0)
+    assert link.arrive(b"one", ready(rank=1, num_blocks=9), 0.0) is Arrival.JOINED
+    assert link.num_blocks == 9
+    assert link.identities == [b"zero", b"one"]
+    assert link.welcome(1).num_blocks == 9
+    assert link.arrive(b"two", ready(rank=2), 0.0) is Arrival.STALE
+
+
+def test_a_new_life_of_one_rank_ends_the_group():
+    link = ExecutorLink("s1", peer_timeout_s=10.0, num_ranks=2)
+    for rank in (0, 1):
+        link.arrive(b"old %d" % rank, ready(rank=rank), 0.0)
+    assert link.arrive(b"new 1", ready("e2", rank=1, welcomed_by="s1"), 1.0) is Arrival.FORMING
+    assert not link.can_progress(1.0)
+    assert link.arrive(b"old 0", ready(rank=0), 1.0) is Arrival.STALE
+    assert link.arrive(b"new 0", ready("e2"), 1.0) is Arrival.JOINED

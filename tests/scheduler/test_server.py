@@ -1,0 +1,433 @@
+"""The server over real sockets, with a fake gateway and a fake executor."""
+
+import logging
+import random
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import zmq
+
+from protocol.messages import PROTOCOL_VERSION, ExecutorReady, encode
+from protocol.sampling import SamplingParams
+from protocol.sockets import connect_dealer
+from tests.fakes.executor import FakeExecutor
+from tests.fakes.gateway import FakeGateway, Stream
+from tests.fakes.scheduler import ServerThread, socket_directory, toy_config, wait_until
+from tests.fakes.toy_model import EOS_TOKEN_ID, VOCAB_SIZE, expected_output, logprobs_of
+
+
+def sampling(max_tokens: int = 20, seed: int = 1, **fields) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, **{"eos_token_ids": (EOS_TOKEN_ID,), **fields})
+
+
+def endless(seed: int = 1, max_tokens: int = 200) -> SamplingParams:
+    """Return sampling that only `max_tokens` ends."""
+    return sampling(max_tokens, seed, eos_token_ids=())
+
+
+def assert_as_expected(stream: Stream, max_model_len: int = 1024) -> None:
+    tokens, reason = expected_output(stream.prompt_token_ids, stream.sampling, max_model_len)
+    assert (stream.token_ids, stream.finish_reason) == (tokens, reason), stream.request_id
+
+
+@pytest.fixture
+def directory():
+    with socket_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def house(directory):
+    """Build a scheduler with one executor and one gateway; what they found wrong is raised at the end."""
+
+    @contextmanager
+    def build(*, settings=None, high_water_mark=1000, gateway=None, **executor_settings):
+        config = toy_config(directory, **(settings or {}))
+        with (
+            ServerThread(config, high_water_mark) as server,
+            FakeExecutor(config.backend_address, **executor_settings) as executor,
+            FakeGateway(config.frontend_address, **(gateway or {})) as fake_gateway,
+        ):
+            yield server, executor, fake_gateway
+            fake_gateway.check()
+            server.check_idle()
+            executor.check()
+
+    return build
+
+
+@pytest.fixture(params=[True, False], ids=["one step ahead", "no step ahead"])
+def async_scheduling(request):
+    return request.param
+
+
+def test_one_request(house, async_scheduling):
+    with house(settings={"async_scheduling": async_scheduling}) as (_, _, gateway):
+        ready = gateway.wait_ready()
+        assert (ready.model, ready.model_fingerprint, ready.vocab_size) == ("toy", "toy", VOCAB_SIZE)
+        assert (ready.max_model_len, ready.block_size, ready.num_blocks) == (1024, 4, 64)
+        assert (ready.max_num_seqs, ready.can_progress) == (16, True)
+        stream = gateway.start("one", [1, 2, 3, 4, 5], sampling())
+        gateway.wait_all()
+        assert_as_expected(stream)
+        assert (gateway.num_gaps, stream.num_submits) == (0, 1)
+
+
+def test_many_requests(house, async_scheduling):
+    drawn = random.Random(1)
+    with house(settings={"async_scheduling": async_scheduling}, num_blocks=40) as (server, _, gateway):
+        gateway.wait_ready()
+        for number in range(40):
+            prompt = [drawn.randrange(1, 50) for _ in range(drawn.randrange(1, 60))]
+            gateway.start(f"r{number}", prompt, sampling(drawn.randrange(0, 60), number))
+        gateway.wait_all()
+        for stream in gateway.streams.values():
+            assert_as_expected(stream)
+        assert server.scheduler.counters.num_preemptions > 0
+        assert server.server.link.num_in_flight == 0
+
+
+def test_steps_in_flight(house, async_scheduling):
+    """With planning ahead a second step is in flight while one runs; without, never."""
+    with house(settings={"async_scheduling": async_scheduling}, step_s=0.005) as (server, _, gateway):
+        gateway.wait_ready()
+        stream = gateway.start("r", [1, 2, 3], endless(max_tokens=40))
+        most = 0
+        while not stream.ended.is_set():
+            most = max(most, server.server.link.num_in_flight)
+        assert most == (2 if async_scheduling else 1)
+        assert_as_expected(stream)
+
+
+def test_logprobs(house):
+    with house(settings={"max_num_batched_tokens": 16}) as (_, _, gateway):
+        gateway.wait_ready()
+        prompt = list(range(1, 60))
+        fields = {"num_logprobs": 3, "num_prompt_logprobs": 2}
+        streams = [gateway.start(f"r{n}", prompt, sampling(30, n, **fields)) for n in range(3)]
+        nothing = gateway.start("nothing", prompt, sampling(0, 9, **fields))
+        plain = gateway.start("plain", prompt, sampling(30, 4))
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+            assert stream.logprobs == logprobs_of(stream.token_ids, 3)
+            assert stream.prompt_logprobs == logprobs_of(prompt[1:], 2)
+        assert (nothing.token_ids, nothing.finish_reason) == ([], "length")
+        assert nothing.prompt_logprobs == logprobs_of(prompt[1:], 2)
+        assert (plain.logprobs, plain.prompt_logprobs) == (None, None)
+
+
+def test_one_prefix_is_computed_once(house):
+    with house() as (_, executor, gateway):
+        gateway.wait_ready()
+        prompt = list(range(1, 130))
+        for number in range(8):
+            gateway.start(f"r{number}", [*prompt, 500 + number], endless(number, max_tokens=1))
+        gateway.wait_all()
+        assert executor.num_scheduled_tokens == 130 + 7 * 2  # the last full block ends at 128
+        cached = sorted(stream.num_cached_tokens for stream in gateway.streams.values())
+        assert cached == [0] + [128] * 7
+
+
+def test_finished_requests_are_forgotten_once_acknowledged(house):
+    with house() as (server, _, gateway):
+        gateway.wait_ready()
+        for number in range(5):
+            gateway.start(f"r{number}", [1, 2], sampling(5, number))
+        gateway.wait_all()
+        wait_until(lambda: server.server.frontend.ledger.num_records == 0)
+
+
+def test_64_streams_of_which_some_are_left(house):
+    drawn = random.Random(64)
+    with house(num_blocks=96, settings={"max_num_seqs": 32}, step_s=0.001) as (server, _, gateway):
+        gateway.wait_ready()
+        left = []
+        for number in range(64):
+            prompt = [drawn.randrange(1, 9) for _ in range(drawn.randrange(1, 40))]
+            stream = gateway.start(f"r{number}", prompt, endless(number, drawn.randrange(1, 120)))
+            if drawn.random() < 0.3:
+                left.append((stream, drawn.randrange(0, 30)))
+        while left:
+            gateway.wait_turn()
+            for stream, num_tokens in left.copy():
+                if stream.ended.is_set() or len(stream.token_ids) >= num_tokens:
+                    gateway.abort(stream)
+                    left.remove((stream, num_tokens))
+        gateway.wait_all()
+        num_left = 0
+        for stream in gateway.streams.values():
+            if stream.finish_reason == "abort":
+                num_left += 1
+            else:
+                assert_as_expected(stream)
+        assert num_left > 5
+        server.check_idle()
+        scheduler = server.scheduler
+        assert scheduler.num_free_blocks + scheduler.num_cached_blocks == 96
+        finished = scheduler.counters.finished
+        assert sum(finished.values()) == 64
+        assert finished["abort"] <= num_left  # one may end before its Abort arrives
+
+
+# What is refused
+
+
+def rejection(gateway: FakeGateway, prompt: list[int], sampled: SamplingParams | None = None, **options):
+    stream = gateway.start(f"x{len(gateway.streams)}", prompt, sampled or sampling(), **options)
+    gateway.wait_all()
+    assert stream.rejected is not None
+    return stream.rejected
+
+
+def test_what_can_never_be_served_is_refused(house):
+    with house(max_model_len=100) as (_, _, gateway):
+        gateway.wait_ready()
+        assert "not in the vocabulary" in rejection(gateway, [VOCAB_SIZE]).reason
+        assert "not in the vocabulary" in rejection(gateway, [-1]).reason
+        assert "no tokens" in rejection(gateway, []).reason
+        assert "'embed' is not supported" in rejection(gateway, [1], task="embed").reason
+        assert "adapter 'a'" in rejection(gateway, [1], adapter="a").reason
+        too_long = rejection(gateway, [1] * 101)
+        assert "the model takes 100" in too_long.reason
+        assert too_long.retry_after_s is None
+        assert_served(gateway)
+
+
+def test_what_never_fits_the_pool_is_refused(house):
+    with house(num_blocks=4) as (_, _, gateway):
+        gateway.wait_ready()
+        assert "the pool has 4" in rejection(gateway, [1] * 20).reason
+        assert_served(gateway)
+
+
+def assert_served(gateway: FakeGateway) -> None:
+    stream = gateway.start(f"ok{len(gateway.streams)}", [1, 2, 3], sampling(5))
+    gateway.wait_all()
+    assert_as_expected(stream)
+
+
+def test_a_full_queue_says_when_to_come_back(house):
+    with house(settings={"max_num_seqs": 1, "max_num_queued_reqs": 2}, step_s=0.002) as (_, _, gateway):
+        gateway.wait_ready()
+        streams = [gateway.start("r0", [1, 2], endless(0))]
+        wait_until(lambda: streams[0].token_ids)
+        streams += [gateway.start(f"r{number}", [1, 2], endless(number, 5)) for number in (1, 2)]
+        wait_until(lambda: all(stream.is_admitted for stream in streams))
+        refused = gateway.start("r3", [1, 2], sampling())
+        assert refused.ended.wait(5)
+        assert "waiting" in refused.rejected.reason
+        assert refused.rejected.retry_after_s >= 1
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+
+
+def test_a_resumed_request_is_not_refused_for_a_full_queue(house):
+    with house(settings={"max_num_seqs": 1, "max_num_queued_reqs": 1}, step_s=0.002) as (_, _, gateway):
+        gateway.wait_ready()
+        running = gateway.start("r0", [1, 2], endless(0))
+        wait_until(lambda: running.token_ids)
+        gateway.start("r1", [1, 2], endless(1, 5))
+        wait_until(lambda: gateway.streams["r1"].is_admitted)
+        resumed = Stream("r2", [1, 2], endless(2, 10))
+        resumed.token_ids = expected_output([1, 2], endless(2, 10))[0][:4]
+        gateway.resume(resumed)
+        gateway.wait_all()
+        assert resumed.rejected is None
+        for stream in gateway.streams.values():
+            assert_as_expected(stream)
+
+
+def test_another_protocol_version_is_never_served(house, caplog):
+    with house() as (server, _, gateway):
+        gateway.wait_ready()
+        with FakeGateway(server.config.frontend_address, protocol_version=PROTOCOL_VERSION + 1) as stranger:
+            wait_until(lambda: any("speaks protocol" in record.message for record in caplog.records))
+            stream = stranger.start("r", [1, 2], sampling())
+            stranger.wait_all()
+            assert "another protocol" in stream.rejected.reason
+            assert stranger.ready is None
+        assert_served(gateway)
+
+
+@pytest.mark.parametrize("side", ["frontend_address", "backend_address"])
+def test_what_is_no_message_is_dropped(house, caplog, side):
+    caplog.set_level(logging.WARNING)
+    with house() as (server, _, gateway):
+        gateway.wait_ready()
+        with (
+            zmq.Context() as context,
+            connect_dealer(context.socket(zmq.DEALER), getattr(server.config, side), "stranger") as socket,
+        ):
+            for frames in ([b""], [b"\xc1"], [b"x", b"y"], [b"", b"", b""], [bytes(1 << 20)]):
+                socket.send_multipart(frames)
+            socket.send_multipart([encode(ExecutorReady(0, "", 0, 0, 0, 0, ""))[:-1]])
+            assert_served(gateway)
+            wait_until(lambda: any("dropped what" in record.message for record in caplog.records))
+        assert sum("dropped what" in record.message for record in caplog.records) <= 2  # six in far less than 2 s
+
+
+# What fails
+
+
+def test_a_dead_gateway_is_noticed_by_nobody_else(house):
+    settings = {"peer_timeout_s": 0.5}
+    with house(settings=settings, step_s=0.005, num_blocks=1000) as (server, _, gateway):
+        gateway.wait_ready()
+        kept = gateway.start("kept", [1, 2], endless(1, 300))
+        with FakeGateway(server.config.frontend_address) as doomed:
+            doomed.wait_ready()
+            streams = [doomed.start(f"r{number}", [3, number], endless(number, 900)) for number in range(3)]
+            wait_until(lambda: all(stream.token_ids for stream in streams))
+            assert server.scheduler.num_running == 4
+        wait_until(lambda: server.scheduler.counters.finished.get("abort") == 3)
+        gateway.wait_all()
+        assert_as_expected(kept)
+        assert not any(stream.ended.is_set() for stream in streams)
+
+
+def test_a_frozen_gateway_goes_on_where_it_was(house):
+    with house(settings={"peer_timeout_s": 0.4}, step_s=0.002, num_blocks=200) as (server, _, gateway):
+        gateway.wait_ready()
+        stream = gateway.start("r", [1, 2], endless(1, 400))
+        wait_until(lambda: len(stream.token_ids) > 10)
+        gateway.freeze()
+        wait_until(lambda: server.scheduler.counters.finished.get("abort") == 1)
+        gateway.thaw()
+        gateway.wait_all()
+        assert_as_expected(stream)
+        assert stream.num_submits > 1
+
+
+def test_a_gateway_that_does_not_read_fills_its_queue_and_loses_nothing(house):
+    small = {"high_water_mark": 2}
+    fields = {"num_logprobs": 100}
+    with house(high_water_mark=2, gateway=small, num_blocks=600) as (server, _, gateway):
+        gateway.wait_ready()
+        gateway.stop_reading()
+        streams = [gateway.start(f"r{n}", [1, 2], sampling(300, n, eos_token_ids=(), **fields)) for n in range(4)]
+        ledger = server.server.frontend.ledger
+        wait_until(lambda: any(peer.blocked_since_s is not None for peer in list(ledger.gateways.values())))
+        wait_until(lambda: not server.scheduler.has_work)
+        gateway.read_again()
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+            assert stream.logprobs == logprobs_of(stream.token_ids, 100)
+
+
+def test_nobody_is_ready_without_an_executor(directory):
+    config = toy_config(directory)
+    with ServerThread(config), FakeGateway(config.frontend_address) as gateway:
+        stream = gateway.start("early", [1, 2, 3], sampling())
+        wait_until(lambda: stream.num_submits > 1)  # that it was ignored, it finds out by itself
+        assert gateway.ready is None
+        with FakeExecutor(config.backend_address):
+            gateway.wait_all()
+            assert_as_expected(stream)
+
+
+def test_a_frozen_executor_goes_on_where_it_was(house):
+    with house(settings={"peer_timeout_s": 0.4}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
+        gateway.wait_ready()
+        stream = gateway.start("r", [1, 2], endless(1, 300))
+        wait_until(lambda: len(stream.token_ids) > 10)
+        executor.freeze()
+        wait_until(lambda: not gateway.ready.can_progress)
+        num_tokens = len(stream.token_ids)
+        wait_until(lambda: server.server.link.num_in_flight > 0)
+        assert len(stream.token_ids) == num_tokens
+        executor.thaw()
+        wait_until(lambda: gateway.ready.can_progress)
+        gateway.wait_all()
+        assert_as_expected(stream)
+        assert executor.num_need_inits == 0
+        assert executor.num_scheduled_tokens == 2 + 299  # nothing was computed twice
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_an_executor_that_lost_its_state_is_told_again(house, async_scheduling):
+    with house(settings={"async_scheduling": async_scheduling}, step_s=0.002) as (_, executor, gateway):
+        gateway.wait_ready()
+        streams = [gateway.start(f"r{n}", [1, 2, n], endless(n, 100)) for n in range(4)]
+        for num_tokens in (10, 30, 60):
+            wait_until(lambda least=num_tokens: min(len(stream.token_ids) for stream in streams) > least)
+            executor.forget_all()
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+        assert executor.num_need_inits == 3
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+def test_streams_outlive_an_executor(directory, how):
+    config = toy_config(directory)
+    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway, ExitStack() as stack:
+        fail_at_step = 20 if how == "failed" else None
+        first = stack.enter_context(FakeExecutor(config.backend_address, step_s=0.002, fail_at_step=fail_at_step))
+        gateway.wait_ready()
+        streams = [gateway.start(f"r{n}", [1, 2, n], endless(n, 100)) for n in range(4)]
+        if how == "killed":
+            wait_until(lambda: min(len(stream.token_ids) for stream in streams) > 10)
+            first.kill()
+        else:
+            wait_until(lambda: not gateway.ready.can_progress)
+        second = stack.enter_context(FakeExecutor(config.backend_address))
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+        server.check_idle()
+        first.check()
+        second.check()
+        assert server.server.link.num_lives == 2
+
+
+def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
+    config = toy_config(directory)
+    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
+        with FakeExecutor(config.backend_address, step_s=0.002):
+            gateway.wait_ready()
+            long = gateway.start("long", [1, 2], endless(1, 200))
+            short = gateway.start("short", [1, 2], endless(2, 30))
+            wait_until(lambda: long.token_ids and short.token_ids)
+        with FakeExecutor(config.backend_address, num_blocks=10) as second:
+            gateway.wait_all()
+            assert long.finish_reason == "error"
+            assert "the pool has 10" in long.error
+            assert_as_expected(short)
+            server.check_idle()
+            second.check()
+
+
+def test_another_model_ends_what_was_in_flight(directory):
+    config = toy_config(directory)
+    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
+        with FakeExecutor(config.backend_address, step_s=0.002):
+            gateway.wait_ready()
+            stream = gateway.start("r", [1, 2], endless(1, 200))
+            wait_until(lambda: stream.token_ids)
+        with FakeExecutor(config.backend_address, fingerprint="another") as second:
+            gateway.wait_all()
+            assert (stream.finish_reason, stream.error) == ("error", "another model")
+            assert gateway.ready.model_fingerprint == "another"
+            assert len(gateway.incarnations) == 2
+            assert_served(gateway)
+            server.check_idle()
+            second.check()
+
+
+def test_stats(house):
+    with house() as (_, executor, gateway):
+        gateway.wait_ready()
+        for number in range(3):
+            gateway.start(f"r{number}", [1, 2, 3, 4, 5, 6], endless(number, 10))
+        gateway.wait_all()
+        stats = gateway.wait_stats()
+        assert (stats.num_running_seqs, stats.num_waiting_seqs, stats.num_used_blocks) == (0, 0, 0)
+        assert (stats.num_prompt_tokens, stats.num_generated_tokens) == (18, 30)
+        assert (stats.num_prefix_queried_tokens, stats.num_executor_restarts) == (18, 0)
+        assert stats.num_steps == len(executor.steps)
+        assert stats.num_scheduled_tokens == executor.num_scheduled_tokens
+        assert stats.finished == {"length": 3}
+        assert stats.scheduler_incarnation == gateway.ready.scheduler_incarnation

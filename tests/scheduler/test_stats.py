@@ -1,0 +1,81 @@
+"""What is measured, and what follows from it."""
+
+import pytest
+
+from protocol.messages import SequenceStep, Stats, StepTimes, pack_ids
+from scheduler.stats import FinishRate, StepMeter, StepPredictor, StepSize, describe, step_size
+
+DECODE = StepSize(8, 8, has_prompt=False)
+PREFILL = StepSize(8, 300, has_prompt=True)
+
+
+def share(num_known_tokens: int, *, sample: bool = True) -> SequenceStep:
+    return SequenceStep(1, 0, pack_ids(range(num_known_tokens)), (b"",), sample)
+
+
+def test_sizes_of_steps():
+    assert step_size([share(0), share(1)], follows_idleness=False) == StepSize(2, 2, False)
+    assert step_size([share(0), share(30)], follows_idleness=True) == StepSize(2, 31, True, True)
+    assert step_size([share(1, sample=False)], follows_idleness=False).has_prompt
+
+
+def test_an_unknown_kind_of_step_is_planned_on_at_once():
+    predictor = StepPredictor()
+    predictor.observe_step(PREFILL, 1.0)
+    assert predictor.plan_after_s(DECODE) == 0.0
+
+
+def test_the_plan_comes_before_the_end_and_not_much():
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe_step(DECODE, 0.1)
+        predictor.observe_step(PREFILL, 0.5)
+        predictor.observe_planning(0.001)
+    assert 0.09 < predictor.plan_after_s(DECODE) < 0.098
+    assert 0.49 < predictor.plan_after_s(PREFILL) < 0.498
+
+
+def test_the_plan_comes_earlier_when_times_vary():
+    steady, varying = StepPredictor(), StepPredictor()
+    for number in range(100):
+        steady.observe_step(DECODE, 0.1)
+        varying.observe_step(DECODE, 0.08 if number % 2 else 0.12)
+    assert varying.plan_after_s(DECODE) < steady.plan_after_s(DECODE) - 0.03
+
+
+def test_short_steps_are_planned_on_at_once():
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe_step(DECODE, 0.001)
+    assert predictor.plan_after_s(DECODE) == 0.0
+
+
+def test_the_meter_takes_medians_and_starts_again():
+    meter = StepMeter()
+    for busy_s in (0.1, 0.2, 0.9):
+        meter.add(DECODE, busy_s, waited_s=0.3)
+    meter.add(PREFILL, 0.8, waited_s=0.1)
+    meter.add(StepSize(1, 1, False, follows_idleness=True), 0.2, waited_s=99.0)
+    times = meter.take()
+    assert (times.decode_step_s, times.prefill_step_s) == (pytest.approx(0.2), 0.8)
+    assert times.executor_wait_fraction == pytest.approx(1.0 / (1.0 + 2.2))  # idleness is nobody's fault
+    assert meter.take() == StepTimes()
+
+
+def test_retry_after():
+    rate = FinishRate()
+    assert rate.retry_after_s(100) == 5.0  # nothing has ended yet: nothing is known
+    for second in range(1, 200):
+        rate.observe(4 * second, 1.0)
+    assert rate.retry_after_s(100) == pytest.approx(25.0, rel=0.01)
+    assert rate.retry_after_s(1) == 1.0
+    assert rate.retry_after_s(10_000) == 60.0
+
+
+def test_the_operators_line():
+    before = Stats("s", 0, 0, 0, 0, 100, 50, 100, 0, 1, 5, 150, 0, 0)
+    now = Stats("s", 3, 2, 25, 9, 1100, 250, 1100, 250, 4, 50, 1350, 0, 0, {}, StepTimes(0.02, 0.15, 0.031))
+    assert describe(before, now, 10.0, num_blocks=50) == (
+        "prompt 100 tokens/s, output 20 tokens/s, running 3, waiting 2, KV use 50%, prefix hits 25%, preemptions 3,"
+        " prefill step 150.0 ms, decode step 20.0 ms, executor waited 3.1%"
+    )
