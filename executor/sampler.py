@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from executor.random_numbers import Purpose, uniform
 from executor.sequences import SequenceState
@@ -227,7 +227,7 @@ def _draw_from_all(probs_RV: Tensor, draws: _Draws) -> Tensor:
         least_R1 = probs_RV.amax(-1, keepdim=True) * draws.min_p_R1
         probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
     if probs_RV.shape[1] % BLOCK:
-        probs_RV = F.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
+        probs_RV = functional.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
     blocks_RBC = probs_RV.reshape(len(probs_RV), -1, BLOCK)
     block_R, uniform_R1 = _invert(blocks_RBC.sum(-1).double(), draws.uniform_R1)
     token_R, _ = _invert(_gather_blocks(blocks_RBC, block_R).double(), uniform_R1)
