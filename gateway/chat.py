@@ -45,7 +45,7 @@ def check_chat(body: ChatRequest) -> None:
         if message.content is None and message.role != "assistant":
             name = f"messages[{index}].content"
             raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
     if body.add_generation_prompt and body.continue_final_message:
         complaint = "continue_final_message and add_generation_prompt exclude each other"
@@ -77,12 +77,13 @@ async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) ->
         for message in body.messages
     ]
     continues = bool(body.continue_final_message)
+    prompts_answer = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     check_text_length(sum(len(message["content"]) for message in messages), ready.max_model_len, "messages")
     try:
         chat = await asyncio.to_thread(
             service.files.chat_template.render,
             messages,
-            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            add_generation_prompt=prompts_answer,
             continue_final_message=continues,
             template_kwargs=body.chat_template_kwargs,
         )

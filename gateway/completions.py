@@ -49,11 +49,12 @@ async def _answer(service: Service, tenant: str, body: CompletionRequest, arrive
     samplings = [_sampling(service, body, ready, len(prompt.token_ids), seed) for prompt in prompts]
     requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
     choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
-    renderer = _Renderer(service, body, [prompts[index // n] for index in range(len(requests))], response_id, model)
+    by_choice = [prompts[index // n] for index in range(len(requests))]
+    renderer = _Renderer(service, body, by_choice, response_id, model, ready.model_fingerprint)
     if body.stream:
-        return EventStream(renderer.events(choices, ready), choices.close, service.keep_alive_s)
+        return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:
-        return Response(encode(await renderer.whole(choices, ready)), media_type="application/json")
+        return Response(encode(await renderer.whole(choices)), media_type="application/json")
     finally:
         choices.close()
 
@@ -133,22 +134,28 @@ class _Renderer:
     """Writes the answer to one request, in one piece or in chunks. `prompts` has one entry a choice."""
 
     def __init__(
-        self, service: Service, body: CompletionRequest, prompts: Sequence[Prompt], response_id: str, model: str
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        response_id: str,
+        model: str,
+        fingerprint: str,
     ) -> None:
         self._tokenizer = service.files.tokenizer
         self._prompts = prompts if body.echo else None
         self._skip_special_tokens = body.skip_special_tokens is not False
         self._logprobs_wanted = body.logprobs is not None
         self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-        self._id, self._created, self._model = response_id, int(time.time()), model
+        self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
         self._logprobs_writers = [
             CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=self._skip_special_tokens)
             for _ in prompts
         ]
 
-    async def whole(self, choices: Choices, ready: Ready) -> Completion:
+    async def whole(self, choices: Choices) -> Completion:
         wholes = [self._choice(index, whole) for index, whole in enumerate(await choices.collect())]
-        return Completion(self._id, self._created, self._model, ready.model_fingerprint, wholes, choices.usage())
+        return Completion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
 
     def _choice(self, index: int, whole: Whole) -> CompletionChoice:
         echoed = self._echo(index, whole.prompt_logprobs)
@@ -158,13 +165,13 @@ class _Renderer:
             logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs
         return CompletionChoice(index, text, logprobs, whole.finish_reason, whole.stop_reason)
 
-    async def events(self, choices: Choices, ready: Ready) -> AsyncIterator[bytes]:
+    async def events(self, choices: Choices) -> AsyncIterator[bytes]:
         head = {
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
             "model": self._model,
-            "system_fingerprint": ready.model_fingerprint,
+            "system_fingerprint": self._fingerprint,
         }
         writer = ChunkWriter(head, usage=self._usage_wanted, encode=encode)
         begun: set[int] = set()

@@ -19,7 +19,7 @@ class Detokenizer:
         self._tokenizer, self._skipped = tokenizer, skipped_token_ids
         self._window: list[int] = []
         self._prefix = ""  # the window's text that is out
-        self._boundary = 0  # where in the window the tokens of the last piece start
+        self._boundary = 0  # where in the window the last piece starts
         self._num_undecided = 0  # the window's last tokens, whose text is not all out
         self._num_skipped = 0  # skipped tokens among or behind those
 
@@ -30,7 +30,8 @@ class Detokenizer:
 
     def step(self, token_id: int) -> str:
         """Return the text that `token_id` completes; it may be empty, also because the token has none."""
-        if token_id in self._skipped:
+        # A token that does not exist must not stay in the window: alone there, it would make the next one the first.
+        if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             self._num_skipped += self._num_undecided > 0
             return ""
         self._window.append(token_id)
@@ -55,7 +56,7 @@ class Detokenizer:
 
     def _cut(self, text: str) -> str:
         """Let out all but the last character, the only one that can still become another, and shorten the window."""
-        piece = self._new(text.removesuffix(UNFINISHED))
+        piece = self._new(text).removesuffix(UNFINISHED)
         self._num_undecided, self._num_skipped = 1, 0
         self._window = self._window[-MAX_UNDECIDED_TOKENS:]
         self._prefix = self._decode().removesuffix(UNFINISHED)

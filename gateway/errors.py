@@ -92,9 +92,14 @@ async def on_client_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=STATUS_CLIENT_CLOSED)
 
 
+def internal_error() -> RequestError:
+    """Return the answer to what is our fault: it shows no internals."""
+    return RequestError("internal error: the server's log says more", status=500, code="internal_error")
+
+
 async def on_exception(request: Request, error: Exception) -> Response:
-    """Answer what is our fault without showing internals; Starlette raises it again for the log."""
-    return error_response(RequestError("internal error; the server's log says more", status=500, code="internal_error"))
+    """Answer for an exception that nobody expected; Starlette raises it again, for the log."""
+    return error_response(internal_error())
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import RequestError, error_body
+from gateway.errors import RequestError, error_body, internal_error
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -31,6 +31,10 @@ class ChunkWriter:
     def usage(self, usage: Any) -> bytes:
         """Return the event for the chunk that has no choice but the usage."""
         return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"
+
+
+def _error_event(error: RequestError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
@@ -74,7 +78,10 @@ class EventStream(Response):
             async for event in self.events:
                 await self._send(send, event)
         except RequestError as error:
-            await self._send(send, b"data: " + error_body(error) + b"\n\n")
+            await self._send(send, _error_event(error))
+        except Exception:  # the headers are out: this is the only way left to tell, and the log gets it all the same
+            await self._send(send, _error_event(internal_error()))
+            raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _ping(self, send: Send) -> None:

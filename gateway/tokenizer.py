@@ -125,19 +125,15 @@ class UnforgeableTokenizer:
         self._names = {token: f"<|{nonce}-{index}|>" for index, token in enumerate(control_tokens)}
         self._pattern = _any_of(control_tokens)
         content = msgspec.json.decode(_read(path))
-        ids = {token["content"]: token["id"] for token in content["added_tokens"]}
+        # The ids stay: they are in the vocabulary, or follow it in the order of the added tokens.
         self._tokenizer = _load(msgspec.json.encode(_renamed(content, self._names)), path)
-        # A renamed token that the model's vocabulary lacks may get another id.
-        pairs = ((self._tokenizer.token_to_id(name), ids[token]) for token, name in self._names.items())
-        self._true_ids = {token_id: true_id for token_id, true_id in pairs if token_id is not None}
 
     def encode(self, chat: RenderedChat) -> list[int]:
         """Return the ids of `chat`: outside the placeholders control tokens count, inside they are text."""
         text = self._pattern.sub(lambda match: self._names[match[0]], chat.text)
         if chat.placeholders:
             text = _any_of(tuple(chat.placeholders)).sub(lambda match: chat.placeholders[match[0]], text)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return [self._true_ids.get(token_id, token_id) for token_id in token_ids]
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
 
 class _Described(msgspec.Struct):

@@ -129,7 +129,7 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     else:
         x_TE = x_TE.contiguous()
         rows_per_token, token_stride = 1, size
-    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
+    out_TE = x_TE.new_empty(x_TE.shape)
     num_rows = x_TE.numel() // size
     memory, sizes = addresses(out_TE, x_TE, weight_E), (rows_per_token, token_stride, size)
     if x_TE.numel() < LEAST_PARALLEL_ELEMENTS:

@@ -153,37 +153,49 @@ def _load_queries(step, task, like, q_RD):
 
 
 @routine()
+def _block_run(step, task, position, end):
+    """Return the block of `position`, the place in it, and how many positions before `end` lie there side by side."""
+    table = pointer(step.block_tables, np.int32)
+    entry = position // step.block_size
+    offset = position - entry * step.block_size
+    return table[task.seq * step.max_blocks + entry], offset, min(step.block_size - offset, end - position)
+
+
+@routine()
 def _load_keys(step, task, like, start, count, k_DC):
     """Fill k_DC with the keys of positions start to start + count."""
     k_cache = pointer(step.k_cache, like)
-    table = pointer(step.block_tables, np.int32)
-    width = LANES if step.block_size % LANES == 0 else 1  # a vector of keys lies within one block, or none does
-    for column in range(0, count, width):
-        position = start + column
-        block = table[task.seq * step.max_blocks + position // step.block_size]
-        source = (block * step.num_kv_heads + task.kv_head) * step.head_size * step.block_size
-        source += position % step.block_size
-        if width == LANES:
-            for d in range(step.head_size):
-                store(k_DC, d * TILE + column, load(k_cache, source + d * step.block_size))
-        else:
-            for d in range(step.head_size):
-                k_DC[d * TILE + column] = lane(load_splat(k_cache, source + d * step.block_size), 0)
+    in_vectors = step.block_size % LANES == 0  # then a vector of keys lies within one block
+    column = 0
+    while column < count:
+        block, offset, run = _block_run(step, task, start + column, start + count)
+        source = (block * step.num_kv_heads + task.kv_head) * step.head_size * step.block_size + offset
+        for d in range(step.head_size):
+            target = d * TILE + column
+            if in_vectors:
+                for c in range(0, run, LANES):
+                    store(k_DC, target + c, load(k_cache, source + c))
+            else:
+                for c in range(run):
+                    k_DC[target + c] = lane(load_splat(k_cache, source + c), 0)
+            source += step.block_size
+        column += run
 
 
 @routine()
 def _load_values(step, task, like, start, count, v_CV):
     """Fill v_CV with the values of positions start to start + count."""
     v_cache = pointer(step.v_cache, like)
-    table = pointer(step.block_tables, np.int32)
-    stride = _round_up(step.value_size, LANES)
-    for row in range(count):
-        position = start + row
-        block = table[task.seq * step.max_blocks + position // step.block_size]
-        source = (block * step.num_kv_heads + task.kv_head) * step.block_size + position % step.block_size
-        source *= step.value_size
-        for v in range(0, step.value_size, LANES):
-            store(v_CV, row * stride + v, load_part(v_cache, source + v, step.value_size - v))
+    size, stride = step.value_size, _round_up(step.value_size, LANES)
+    row = 0
+    while row < count:
+        block, offset, run = _block_run(step, task, start + row, start + count)
+        source = ((block * step.num_kv_heads + task.kv_head) * step.block_size + offset) * size
+        for target in range(row * stride, (row + run) * stride, stride):
+            for v in range(0, size, LANES):
+                store(v_CV, target + v, load_part(v_cache, source + v, size - v))
+            source += size
+        row += run
 
 
 @routine()

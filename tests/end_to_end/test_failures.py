@@ -15,7 +15,7 @@ import pytest
 from tests.fakes.servers import ROLES, Server, running_server, wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
-FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--peer-timeout-s", "3")
+FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--max-model-len", "2k", "--peer-timeout-s", "3")
 
 
 @pytest.fixture

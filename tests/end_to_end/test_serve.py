@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer w
 
 @pytest.fixture(scope="module")
 def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "256MiB", "--max-num-seqs", "64")
+    flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "4k", "--max-num-seqs", "64")
     with running_server(tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
 

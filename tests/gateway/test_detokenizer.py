@@ -2,7 +2,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenizer import MAX_UNDECIDED_TOKENS
@@ -42,7 +42,7 @@ def stream(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: b
 
 
 @given(text=TEXTS)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_any_unicode_comes_out_as_one_decode_gives_it(
     demo: Tokenizer, byte_level: Tokenizer, metaspace: Tokenizer, text: str
 ) -> None:
@@ -57,18 +57,19 @@ def test_any_unicode_comes_out_as_one_decode_gives_it(
 
 
 @given(data=st.data(), skip=st.booleans())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_random_tokens_of_a_byte_level_vocabulary_come_out_as_one_decode_gives_them(
     demo: Tokenizer, byte_level: Tokenizer, data: st.DataObject, skip: bool
 ) -> None:
-    for tokenizer, num_tokens in ((demo, 49152), (byte_level, 320)):
+    for tokenizer, num_tokens in ((demo, 49160), (byte_level, 500)):  # the last ones do not exist
         token_ids = data.draw(st.lists(st.integers(0, num_tokens - 1), max_size=60))
         decoded = tokenizer.decode(token_ids, skip_special_tokens=skip)
         assert "".join(stream(tokenizer, token_ids, skip_special_tokens=skip)) == decoded
 
 
-@given(token_ids=st.lists(st.integers(0, 4) | st.integers(261, 380), max_size=40))
-@settings(deadline=None, max_examples=200)
+@given(token_ids=st.lists(st.integers(0, 4) | st.integers(261, 500), max_size=40))
+@settings(deadline=None, max_examples=150)
+@example(token_ids=[*range(300, 309), 500, 261, 361, 362])  # 500: no token; 261: a space
 def test_random_pieces_of_a_sentencepiece_vocabulary_come_out_as_one_decode_gives_them(
     metaspace: Tokenizer, token_ids: list[int]
 ) -> None:
@@ -76,7 +77,8 @@ def test_random_pieces_of_a_sentencepiece_vocabulary_come_out_as_one_decode_give
 
 
 @given(token_ids=st.lists(st.integers(5, 260) | st.integers(261, 380), max_size=60))
-@settings(deadline=None, max_examples=200)
+@example(token_ids=[5 + ord("A"), *[5 + 0x80] * 30])
+@settings(deadline=None, max_examples=150)
 def test_byte_tokens_that_are_no_character_neither_raise_nor_wait(metaspace: Tokenizer, token_ids: list[int]) -> None:
     text = "".join(stream(metaspace, token_ids))
     assert len(text) <= sum(len(metaspace.token_bytes(token_id)) for token_id in token_ids)

@@ -183,6 +183,15 @@ async def test_messages_that_templates_take(served: Served) -> None:
     assert answer["usage"]["prompt_tokens"] == len(text) + 9
 
 
+async def test_the_last_message_can_be_gone_on_with(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+    answered = len("user\nhi\nassistant\nWell\n") + 4  # and four control tokens
+    gone_on_with = await served.chat(messages=messages, continue_final_message=True)
+    assert gone_on_with["usage"]["prompt_tokens"] == answered - len("\n") - 1
+    neither = await served.chat(messages=messages, add_generation_prompt=False, top_logprobs=0)
+    assert neither["usage"]["prompt_tokens"] == answered
+
+
 async def test_choices_share_a_seed_and_differ(served: Served) -> None:
     first, again, single = [await served.chat(seed=11, n=n, max_tokens=12) for n in (3, 3, 1)]
     texts = [choice["message"]["content"] for choice in first["choices"]]

@@ -66,7 +66,7 @@ def joined(deltas: list[Delta]) -> tuple[str, list[int]]:
     seed=st.integers(0, 1000),
     include_stop=st.booleans(),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_text_tokens_and_finish_do_not_depend_on_how_tokens_are_batched(
     tokenizer: Tokenizer, text: str, stop: list[str], seed: int, include_stop: bool
 ) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, normalizers
 
 from gateway.chat_template import ChatTemplate, RenderedChat
 from gateway.tokenizer import Tokenizer
@@ -78,7 +80,7 @@ async def test_a_forged_control_token_changes_no_token_around_the_message(tokeni
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from(" <|>\n"), max_size=40))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_ordinary_messages_have_the_tokens_of_the_whole_prompt(
     demo: Tokenizer, tokenizer: Tokenizer, text: str
 ) -> None:
@@ -90,6 +92,28 @@ def test_ordinary_messages_have_the_tokens_of_the_whole_prompt(
         assert each.encode_chat_now(RenderedChat(rendered, {})) == plain
         # Through the renamed vocabulary too, so that one forged token changes nothing else.
         assert each.encode_chat_now(RenderedChat(rendered, {"never there": "<s>"})) == plain
+
+
+def test_control_tokens_cannot_be_forged_by_merges_or_outside_the_vocabulary(tmp_path: Path) -> None:
+    vocabulary = {piece: index for index, piece in enumerate(["<", "s", ">", "<s", "<s>", "x"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("<", "s"), ("<s", ">")]))
+    tokenizer.add_special_tokens(["<s>", "<e>"])  # the first has a merge, the second an id above the vocabulary's
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = Tokenizer(tmp_path)
+    assert made.encode_chat_now(RenderedChat("<s>xPQ<e>", {"P": "<s>"})) == [4, 5, 3, 2, 6]
+    made.close()
+
+
+def test_control_tokens_that_normalization_would_make_are_text_too(tmp_path: Path) -> None:
+    vocabulary = {piece: index for index, piece in enumerate(["<", "s", ">", "x"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens([tokenizers.AddedToken("<s>", special=True, normalized=True)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = Tokenizer(tmp_path)
+    assert made.encode_now("<S>x") == [4, 3]
+    assert made.encode_chat_now(RenderedChat("<s>x<S>", {})) == [4, 3, 0, 1, 2]
+    made.close()
 
 
 async def test_half_a_surrogate_pair_is_refused(demo: Tokenizer) -> None:

@@ -1,0 +1,115 @@
+"""The real Scheduler and the real ModelRunner without sockets between them: what they do together, step by step."""
+
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from executor.memory import allocate_kv_caches
+from executor.models import Decoder
+from executor.runner import ModelRunner
+from protocol.messages import Logprobs, NeedInit, Step, StepResult
+from protocol.sampling import SamplingParams
+from scheduler import scheduler
+from scheduler.interface import PlannedStep
+from scheduler.scheduler import Limits, Scheduler
+
+
+@dataclass
+class Generated:
+    """What one request gave."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    finish_reasons: list[str] = field(default_factory=list)
+    num_cached_tokens: int = 0
+
+
+class InProcess:
+    """One model behind one scheduler. `steps_ahead` 1 plans each step while the one before is still to be done."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        dtype: torch.dtype,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_model_len: int = 256,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        enable_prefix_caching: bool = True,
+        steps_ahead: int = 1,
+    ) -> None:
+        limits = Limits(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting_seqs=1000,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
+        self.scheduler = Scheduler(limits)
+        self.runner = ModelRunner(decoder, kv_caches, block_size=block_size, num_blocks=num_blocks)
+        self.steps_ahead = steps_ahead
+        self.planned: list[PlannedStep] = []  # every step so far
+        self.max_used_blocks = 0
+        self._num_requests = 0
+
+    def generate(
+        self, requests: Sequence[tuple[Sequence[int], SamplingParams]], arrivals: Mapping[int, int] | None = None
+    ) -> list[Generated]:
+        """Return what each (prompt, sampling) gives; request i arrives before the step number `arrivals[i]` (or 0)."""
+        results = {self._num_requests + i: Generated() for i in range(len(requests))}
+        late = deque(sorted((arrivals or {}).get(i, 0) for i in range(len(requests))))
+        order = deque(sorted(range(len(requests)), key=lambda i: (arrivals or {}).get(i, 0)))
+        first_id, first_step = self._num_requests, len(self.planned)
+        self._num_requests += len(requests)
+        to_do: deque[PlannedStep] = deque()
+        while order or self.scheduler.has_work:
+            while order and (late[0] <= len(self.planned) - first_step or not self.scheduler.has_work):
+                late.popleft()
+                self._add(first_id + order[0], *requests[order.popleft()])
+            while len(to_do) <= self.steps_ahead and (step := self.scheduler.schedule()):
+                to_do.append(step)
+                self.planned.append(step)
+            self.max_used_blocks = max(self.max_used_blocks, self.scheduler.num_used_blocks)
+            if to_do:
+                self._do(to_do.popleft())
+            self.scheduler.check_integrity()
+            self._collect(results)
+        while to_do:  # planned ahead for sequences that have ended since
+            self._do(to_do.popleft())
+        self._collect(results)
+        self.scheduler.check_integrity()
+        return list(results.values())
+
+    def _add(self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+        sequence = scheduler.Sequence(seq_id, array("i", prompt), sampling)
+        assert self.scheduler.refusal(sequence) is None
+        self.scheduler.add(sequence)
+
+    def _do(self, planned: PlannedStep) -> None:
+        result = self.runner.run(Step("scheduler", "executor", planned.step_id, planned.sequences, planned.forget))
+        match result:
+            case StepResult():
+                self.scheduler.apply(result)
+            case NeedInit():
+                raise AssertionError(f"the runner lacks the state of {result.seq_ids}")
+
+    def _collect(self, results: dict[int, Generated]) -> None:
+        for update in self.scheduler.take_updates():
+            result = results[update.seq_id]
+            assert not result.finish_reasons, "an update came after the end"
+            result.token_ids += update.token_ids
+            result.num_cached_tokens = update.num_cached_tokens or result.num_cached_tokens
+            result.prompt_logprobs = update.prompt_logprobs or result.prompt_logprobs
+            if update.logprobs is not None:
+                result.logprobs = update.logprobs if result.logprobs is None else result.logprobs + update.logprobs
+            if update.finish_reason:
+                result.finish_reasons.append(update.finish_reason)
