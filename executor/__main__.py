@@ -14,7 +14,7 @@ def main() -> int:
         signal.signal(number, lambda *_: sys.exit(0))
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    import kernels  # noqa: F401, I001
+    import kernels  # noqa: F401
     from executor.server import serve
     from executor.startup import logger, start_executor
 

@@ -123,7 +123,7 @@ def _group_room(group: Path) -> int | None:
 
 def _no_room(needed_bytes: int, room_bytes: int, max_model_len: int, longest: int) -> str:
     return (
-        f"a sequence of {max_model_len} tokens (max_model_len) needs {needed_bytes} bytes of KV cache, and there is room"
-        f" for {room_bytes}: set --max-model-len to {longest} or less, or --kv-cache-memory-bytes to {needed_bytes} or"
-        " more"
+        f"a sequence of {max_model_len} tokens (max_model_len) needs {needed_bytes} bytes of KV cache, and there is"
+        f" room for {room_bytes}: set --max-model-len to {longest} or less, or --kv-cache-memory-bytes to"
+        f" {needed_bytes} or more"
     )

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from executor.random_numbers import Purpose, uniform
 from executor.sequences import SequenceState
@@ -30,6 +30,7 @@ GREEDY_BELOW = 1e-5  # temperature; vLLM's border
 LARGEST_LOGIT = 1e30  # finite after division by the least temperature
 CANDIDATES = (64, 1024)  # how many of the likeliest tokens are tried before a row is sorted whole
 BLOCK = 256  # tokens
+TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
 
 
 def sample(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int], list[Logprobs | None]]:
@@ -80,7 +81,7 @@ def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """
     k = min(k, scores_RV.shape[1])
     # torch leaves the order of equals open; one score more shows a tie across the border.
-    values_RK, ids_RK = scores_RV.topk(min(k + 1, scores_RV.shape[1]))
+    values_RK, ids_RK = _topk(scores_RV, min(k + 1, scores_RV.shape[1]))
     tied_R = (values_RK[:, 1:] == values_RK[:, :-1]).any(-1)
     values_RK, ids_RK = values_RK[:, :k], ids_RK[:, :k]
     for row in tied_R.nonzero().flatten().tolist() if k else ():
@@ -88,6 +89,18 @@ def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         order = scores_RV[row, candidates].sort(stable=True, descending=True).indices[:k]
         ids_RK[row] = candidates[order]
     return values_RK, ids_RK
+
+
+def _topk(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return torch's topk. A small k looks only into the k blocks of the highest maxima, in a fraction of the time."""
+    num_rows, vocab_size = scores_RV.shape
+    if vocab_size % TOP_BLOCK or k * TOP_BLOCK > vocab_size // 8:
+        return scores_RV.topk(k)
+    blocks_RBC = scores_RV.reshape(num_rows, -1, TOP_BLOCK)
+    block_RK = blocks_RBC.amax(-1).topk(k, sorted=False).indices
+    candidates = blocks_RBC.gather(1, block_RK[:, :, None].expand(-1, -1, TOP_BLOCK)).flatten(1)
+    values_RK, index_RK = candidates.topk(k)
+    return values_RK, block_RK.gather(1, index_RK // TOP_BLOCK) * TOP_BLOCK + index_RK % TOP_BLOCK
 
 
 def _clamp_non_finite(logits_SV: Tensor) -> None:
@@ -214,7 +227,7 @@ def _draw_from_all(probs_RV: Tensor, draws: _Draws) -> Tensor:
         least_R1 = probs_RV.amax(-1, keepdim=True) * draws.min_p_R1
         probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
     if probs_RV.shape[1] % BLOCK:
-        probs_RV = F.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
+        probs_RV = functional.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
     blocks_RBC = probs_RV.reshape(len(probs_RV), -1, BLOCK)
     block_R, uniform_R1 = _invert(blocks_RBC.sum(-1).double(), draws.uniform_R1)
     token_R, _ = _invert(_gather_blocks(blocks_RBC, block_R).double(), uniform_R1)

@@ -32,6 +32,7 @@ from protocol.sockets import connect_dealer, new_identity, try_send
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5  # of ExecutorReady while idle, and of Progress
+RETRY_S = 0.05  # after an ExecutorReady found no connection
 NUM_KEPT_RESULTS = 4  # a scheduler has two steps in flight at most
 FAREWELL_MS = 1000  # for the last message to leave
 
@@ -116,8 +117,8 @@ class Server:
         ready = msgspec.structs.replace(
             self._description, scheduler_incarnation=self._scheduler_incarnation, last_step_id=self._last_step_id
         )
-        self._send(encode(ready))
-        self._ready_due_s = self._clock() + INTERVAL_S
+        is_sent = self._send(encode(ready))
+        self._ready_due_s = self._clock() + (INTERVAL_S if is_sent else RETRY_S)
 
     def _take(self, frame: bytes) -> None:
         try:
@@ -181,9 +182,9 @@ class Server:
         self._next_step_id = result.step_id + 1
         self._send(frame)
 
-    def _send(self, frame: bytes) -> None:
-        """Send; what cannot leave now is lost, and asked for again."""
-        try_send(self._socket, [frame])
+    def _send(self, frame: bytes) -> bool:
+        """Send and return whether it left; what cannot leave now is lost, and asked for again."""
+        return try_send(self._socket, [frame])
 
 
 def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Socket:

@@ -119,7 +119,7 @@ def _log_weights(model: Decoder) -> None:
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     products = [module.packed for module in model.modules() if isinstance(module, Linear)]
     num_bytes += sum(p.num_inputs * p.num_outputs * p.packed.dtype.itemsize for p in products)
-    logger.info("%.2f GiB of weights; products: %s", num_bytes / 2**30, products[0].form)
+    logger.info("%.1f MiB of weights; products: %s", num_bytes / 2**20, products[0].form)
 
 
 def _make_runner(
@@ -134,8 +134,8 @@ def _make_runner(
 
 def _log_pool(pool: PoolSize, block_size: int, max_model_len: int) -> None:
     logger.info(
-        "KV pool of %.2f GiB: %d blocks of %d tokens, room for %.1f sequences of %d tokens",
-        pool.total_bytes / 2**30,
+        "KV pool of %.1f MiB: %d blocks of %d tokens, room for %.1f sequences of %d tokens",
+        pool.total_bytes / 2**20,
         pool.num_blocks,
         block_size,
         pool.num_blocks / -(-max_model_len // block_size),

@@ -23,16 +23,15 @@ class Link:
     """A server that a test turns by hand, and the scheduler's side of its real socket."""
 
     def __init__(self, context, model=None):
-        self.context = context
         self.clock = Clock()
-        self.scheduler = FakeSchedulerSide(context)
+        self.scheduler = FakeSchedulerSide()
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
         self.runner = make_runner(model)
         self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.clock)
 
     def ready(self):
-        """Let half seconds pass until the scheduler hears ExecutorReady; return it. One without a connection is lost."""
+        """Let half seconds pass until the scheduler hears ExecutorReady; one without a connection is lost."""
         self.say_ready()
         while self.scheduler.is_silent(for_ms=100):
             self.say_ready()
@@ -63,12 +62,12 @@ class Link:
     def restart_scheduler(self):
         """Replace the scheduler's process by another at the same address."""
         address = self.scheduler.address
-        self.scheduler.__exit__()
-        self.scheduler = FakeSchedulerSide(self.context, address)
+        self.scheduler.close()
+        self.scheduler = FakeSchedulerSide(address)
 
     def close(self):
         self.socket.close(0)
-        self.scheduler.__exit__()
+        self.scheduler.close()
 
 
 @pytest.fixture
@@ -267,7 +266,7 @@ def test_progress_is_told_while_the_main_thread_is_busy(context):
     progress.count_layer()
     progress.count_layer("module", "inputs", "output")
     with (
-        FakeSchedulerSide(context) as scheduler,
+        FakeSchedulerSide() as scheduler,
         ProgressReporter(context, scheduler.address, EXECUTOR, progress),
     ):
         assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2)

@@ -317,3 +317,13 @@ def test_masked_tokens_are_never_drawn():
     logits_V[[10, 400]] = 1.0
     for sampling in ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_p": 0.9999, "min_p": 0.1}):
         assert {sample_one(logits_V, sequence(seed=seed, **sampling)) for seed in range(30)} == {10, 400}
+
+
+@pytest.mark.parametrize("vocab_size", [997, 4096, 49_152])
+def test_top_k_of_wide_rows_is_that_of_a_whole_sort(vocab_size):
+    for scores_RV in (random_logits(3, vocab_size), (random_logits(3, vocab_size) * 4).round() / 4):
+        expected = scores_RV.sort(dim=-1, descending=True, stable=True)
+        for k in (1, 20, 64, 300):
+            values, ids = sampler.top_k(scores_RV, k)
+            assert torch.equal(values, expected.values[:, :k])
+            assert torch.equal(ids, expected.indices[:, :k])

@@ -14,14 +14,15 @@ from protocol.messages import (
 )
 from protocol.sockets import bind_router
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 120_000  # kernels may have to be compiled first
 
 
 class FakeSchedulerSide:
     """Bound to a free port of the loopback, or to `address` again after a restart."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str = "tcp://127.0.0.1:*") -> None:
-        self._router = bind_router(context, address)
+    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
+        self._context = zmq.Context()
+        self._router = bind_router(self._context, address)
         self.address = self._router.get(zmq.LAST_ENDPOINT).decode()
         self.identity = b""  # of the last executor that was heard, its progress reports aside
         self.progress: list[Progress] = []
@@ -30,10 +31,15 @@ class FakeSchedulerSide:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End, and return once the address is free."""
         self._router.close(0)
+        self._context.term()
 
     def receive(self) -> FromExecutor:
-        """Return the next message of the executor; Progress is put aside. Fails after 20 s of silence."""
+        """Return the next message of the executor; Progress is put aside. Fails after two minutes of silence."""
         while isinstance(message := self.receive_any(), Progress):
             self.progress.append(message)
         return message

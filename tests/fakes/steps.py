@@ -47,7 +47,7 @@ class Driver:
         self.runner = runner
         self._num_steps = 0
         self._free = list(range(runner.num_blocks))[::-1]
-        self._tables: dict[int, list[int]] = {}
+        self.tables: dict[int, list[int]] = {}
         self._num_computed: dict[int, int] = {}
         self.outputs: dict[int, list[SequenceResult]] = {}
 
@@ -64,7 +64,7 @@ class Driver:
         """Return the sequence's next share: `token_ids`, or for none the token it sampled last."""
         start = self._num_computed.get(seq_id, 0)
         end = start + (len(token_ids) or 1)
-        table = self._tables.setdefault(seq_id, [])
+        table = self.tables.setdefault(seq_id, [])
         while len(table) * self.runner.block_size < end:
             table.append(self._free.pop())
         self._num_computed[seq_id] = end
@@ -72,5 +72,5 @@ class Driver:
 
     def preempt(self, seq_id: int) -> None:
         """Take a sequence's blocks away; its next share needs an init and starts at 0."""
-        self._free = self._tables.pop(seq_id) + self._free
+        self._free = self.tables.pop(seq_id) + self._free
         self._num_computed.pop(seq_id)
