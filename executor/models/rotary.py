@@ -45,9 +45,9 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         """Return how far the scaling may reach, in tokens; 0 where the checkpoint's own length says that."""
         if self.rope_type == "yarn":
             return int(self.original_max_position_embeddings * self.yarn_factor)
-        return (
-            int(self.max_position_embeddings * (self.factor or 1.0)) if self.rope_type in ("linear", "dynamic") else 0
-        )
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * (self.factor or 1.0))
+        return 0
 
     @property
     def yarn_factor(self) -> float:
