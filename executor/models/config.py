@@ -55,11 +55,16 @@ class ModelConfig:
     qk_norm: bool
 
     @property
-    def longest_sequence_tokens(self) -> int:
-        """Return the longest sequence the model is made for: what max_model_len is unless it is set.
+    def default_max_model_len(self) -> int:
+        """Return the longest sequence, in tokens, for which nothing has to be asked for."""
+        return max(self.max_position_embeddings, self.rope.stretched_tokens if self.rope.rope_type == "yarn" else 0)
 
-        yarn's `factor` stretches the length of the original training; other scalings say the stretched length in
-        `max_position_embeddings` already.
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Return the longest sequence the model can be made to serve.
+
+        Checkpoints with linear or dynamic scaling do not say whether `max_position_embeddings` is the length before or
+        after it, so both are allowed; dynamic scaling changes the frequencies of all sequences beyond the first.
         """
         return max(self.max_position_embeddings, self.rope.stretched_tokens)
 

@@ -40,8 +40,9 @@ class Attention(Module):
         self.sliding_window = sliding_window
 
     def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q_THD, k_TKD, v_TKD = self.qkv_proj(x_TE).view(-1, sum(heads), self.head_dim).split(heads, dim=1)
+        heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        qkv_TXD = self.qkv_proj(x_TE).view(-1, sum(heads), self.head_dim)  # X heads of all three
+        q_THD, k_TKD, v_TKD = torch.split(qkv_TXD, heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
         rotary_embedding(q_THD, k_TKD, cos_sin_PR, inputs.positions_T)

@@ -42,8 +42,12 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stretched_tokens(self) -> int:
-        """Return the length to which yarn stretches the original training; 0 for the other types."""
-        return int(self.original_max_position_embeddings * self.yarn_factor) if self.rope_type == "yarn" else 0
+        """Return how far the scaling may reach, in tokens; 0 where the checkpoint's own length says that."""
+        if self.rope_type == "yarn":
+            return int(self.original_max_position_embeddings * self.yarn_factor)
+        if self.rope_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * (self.factor or 1.0))
+        return 0
 
     @property
     def yarn_factor(self) -> float:

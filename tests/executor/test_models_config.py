@@ -91,10 +91,22 @@ def test_sliding_windows_follow_the_row(tmp_path: Path, architecture: str, keys:
     assert read_model_config(write(tmp_path, architectures=[architecture], **keys)).sliding_windows == expected
 
 
-def test_yarn_stretches_the_longest_sequence(tmp_path: Path) -> None:
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
-    assert read_model_config(write(tmp_path, rope_scaling=yarn)).longest_sequence_tokens == 1024
-    assert read_model_config(write(tmp_path)).longest_sequence_tokens == 256
+@pytest.mark.parametrize(
+    ("scaling", "default_tokens", "longest_tokens"),
+    [
+        (None, 256, 256),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024, 1024),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256, 256),
+        ({"type": "linear", "factor": 4.0}, 256, 1024),
+        ({"type": "dynamic", "factor": 4.0}, 256, 1024),
+        ({"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256, 256),
+    ],
+)
+def test_the_longest_sequence_follows_the_scaling(
+    tmp_path: Path, scaling: dict[str, Any] | None, default_tokens: int, longest_tokens: int
+) -> None:
+    config = read_model_config(write(tmp_path, rope_scaling=scaling))
+    assert (config.default_max_model_len, config.longest_sequence_tokens) == (default_tokens, longest_tokens)
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ class PagedDecoding:
         hidden_TE = self._model(inputs, self._kv_caches)
         return self._model.compute_logits(hidden_TE[inputs.cu_seqlens_q[1:].long() - 1])
 
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """Compute the next tokens of sequence 0; return the logits_TV of all of them."""
+        return self._model.compute_logits(self._model(self._inputs({0: token_ids}), self._kv_caches))
+
     def _inputs(self, chunks: dict[int, Sequence[int]]) -> StepInputs:
         positions, slots = [], []
         for number, token_ids in chunks.items():
