@@ -1,6 +1,6 @@
 """The pool of KV blocks: who refers to which, which hold a known prefix, which can be taken."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -98,17 +98,16 @@ class BlockManager:
         self.num_evicted += 1
         return block
 
-    def check_integrity(self, references: Counter[int]) -> None:
-        """Raise AssertionError unless the pool agrees with `references`, the number of tables that name each block."""
-        for block, num_references in enumerate(self._num_references):
-            expected = references[block]
-            assert num_references == expected, f"block {block}: {num_references} references, {expected} tables name it"
-        assert all(0 <= block < self.num_blocks for block in references), "a table names a block outside the pool"
-        unused = self._free + list(self._cached)
-        assert len(set(unused)) == len(unused), "a block is free twice, or free and cached"
-        assert not any(references[block] for block in unused), "a block is free or cached while a table names it"
-        assert len(unused) + sum(map(bool, self._num_references)) == self.num_blocks, "a block is lost"
-        assert not any(self._hash_of[block] for block in self._free), "a free block is still known by its hash"
-        assert all(self._hash_of[block] for block in self._cached), "a cached block has no hash"
-        named = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash is not None}
+    def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless the pool agrees with the tables that name blocks."""
+        expected = [0] * self.num_blocks
+        for block_table in block_tables:
+            for block in block_table:
+                expected[block] += 1
+        assert self._num_references == expected, f"references are {self._num_references}, by the tables {expected}"
+        unreferenced = [block for block, num_references in enumerate(expected) if not num_references]
+        assert sorted([*self._free, *self._cached]) == unreferenced, "free and cached are not the unreferenced blocks"
+        assert not any(map(self._hash_of.__getitem__, self._free)), "a free block is still known by its hash"
+        assert all(map(self._hash_of.__getitem__, self._cached)), "a cached block has no hash"
+        named = {block_hash: block for block, block_hash in enumerate(self._hash_of) if block_hash}
         assert named == self._block_of, "hashes and blocks do not map both ways"

@@ -1,27 +1,10 @@
-"""What goes into the Scheduler and comes out of it, beside sequences."""
+"""What comes out of the Scheduler."""
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.messages import Logprobs, SequenceStep
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    num_blocks: int  # 0 while no executor has said: then nothing is planned and nothing refused for its size
-    block_size: int  # tokens
-    max_model_len: int  # tokens, prompt and output together
-    max_num_seqs: int  # in one step
-    max_num_batched_tokens: int  # in one step
-    max_num_waiting_seqs: int
-    enable_prefix_caching: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a sequence is not taken; `temporary` if it would be taken later."""
-
-    reason: str
-    temporary: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +16,11 @@ class PlannedStep:
     forget: list[int]  # seq_ids
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
+class Update(msgspec.Struct, frozen=True):
     """New tokens of one sequence, and its end if `finish_reason` is set; after that none follows."""
 
     seq_id: int
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
     finish_reason: str | None = None  # stop, length, abort or error
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission

@@ -1,4 +1,4 @@
-"""What a KV block's content depends on, as one strong hash: equal hashes mean that the block can be shared.
+"""Which full blocks can be shared: what their content depends on, as one strong hash.
 
 The chain starts from who may share at all (tenant, cache salt, adapter); each block adds its token ids and whatever
 stands in for some of them. Every part is framed by its kind and length, so that no two different lists of parts
@@ -8,8 +8,72 @@ have the same bytes: a cache salt that reads like an adapter's name is still a c
 import hashlib
 import struct
 from collections.abc import Iterable
+from itertools import islice
 
 from protocol.messages import Attachment
+from scheduler.blocks import BlockManager
+from scheduler.sequence import Sequence, Share
+
+
+class PrefixCache:
+    """Finds the blocks that a sequence need not compute, because they are known or a step in flight computes them.
+
+    A block becomes known only once the step that filled it is done.
+    """
+
+    def __init__(self, blocks: BlockManager, block_size: int, enabled: bool) -> None:
+        self._blocks = blocks
+        self._block_size = block_size
+        self._enabled = enabled
+        self.computing: dict[bytes, Share] = {}  # by hash; of two that compute the same, the first
+
+    def find(self, sequence: Sequence) -> list[int] | None:
+        """Return the known blocks with which a sequence can start; None if the next is being computed in flight."""
+        if not self._enabled:
+            return []
+        num_blocks = sequence.max_num_cached_tokens // self._block_size
+        hashes = self._hashes(sequence, num_blocks)
+        blocks = self._blocks.find(islice(hashes, num_blocks))
+        if len(blocks) < num_blocks and hashes[len(blocks)] in self.computing:
+            return None
+        return blocks
+
+    def enter(self, share: Share, num_known_tokens: int) -> None:
+        """A share is planned: others may wait for the blocks that it fills with known tokens."""
+        first_block, end_block = share.start // self._block_size, share.end // self._block_size
+        if first_block < end_block and share.end <= num_known_tokens and self._enabled:
+            share.hashes = self._hashes(share.sequence, end_block)[first_block:end_block]
+            for each in share.hashes:
+                self.computing.setdefault(each, share)
+
+    def leave(self, share: Share) -> None:
+        """A share is done, or will not do what was planned."""
+        for each in share.hashes:
+            if self.computing.get(each) is share:
+                del self.computing[each]
+
+    def register(self, sequence: Sequence) -> None:
+        """Let others find the blocks of a sequence that are computed to their end."""
+        end = sequence.num_computed_tokens // self._block_size
+        if end > sequence.num_registered_blocks and self._enabled:
+            hashes = self._hashes(sequence, end)
+            for index in range(sequence.num_registered_blocks, end):
+                self._blocks.register(sequence.block_table[index], hashes[index])
+            sequence.num_registered_blocks = end
+
+    def clear(self) -> None:
+        """Nothing is in flight any more."""
+        self.computing.clear()
+
+    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known."""
+        hashes = sequence.block_hashes
+        while len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else root_hash(sequence.tenant, sequence.cache_salt, sequence.adapter)
+            start = len(hashes) * self._block_size
+            token_ids = sequence.pack(start, start + self._block_size)
+            hashes.append(block_hash(parent, token_ids, start, sequence.attachments))
+        return hashes
 
 
 def root_hash(tenant: str, cache_salt: str, adapter: str) -> bytes:

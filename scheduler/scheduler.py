@@ -2,7 +2,7 @@
 
 Every sequence that was taken ends, whatever the order of events, as long as steps are done:
 
-1. Among running sequences, let B be the one that would be preempted last (`_victim` is a total order, by priority,
+1. Among running sequences, let B be the one that would be preempted last (`_victim_key` is a total order: priority,
    tokens served to the tenant, arrival). Until some sequence gets a new token or ends, that order stands still,
    because recomputed tokens are not served again; a sequence that joins can only replace B by a better B.
 2. B has its blocks or gets them: while others run they are preempted before B, what steps in flight hold comes free
@@ -19,16 +19,17 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import attrgetter
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult
 from scheduler.blocks import BlockManager
 from scheduler.integrity import check
-from scheduler.interface import Counters, Limits, PlannedStep, Refusal, Update
-from scheduler.prefix import block_hash, root_hash
+from scheduler.interface import Counters, PlannedStep, Update
+from scheduler.limits import Limits, Refusal, misfit, refusal
+from scheduler.prefix import PrefixCache
 from scheduler.sequence import Sequence, Share
 from scheduler.stopping import append_tokens, finish_reason, head
+from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
 
 __all__ = ["Limits", "PlannedStep", "Refusal", "Scheduler", "Sequence", "Update"]
@@ -70,12 +71,13 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self.blocks = BlockManager(limits.num_blocks)
+        self.prefixes = PrefixCache(self.blocks, limits.block_size, limits.enable_prefix_caching)
         self.tenants = TenantUsage()
+        self.suspects = Suspects()
         self.sequences: dict[int, Sequence] = {}  # that have not ended
         self.running: list[Sequence] = []  # by priority, then in order of admission
         self.waiting: list[Sequence] = []  # by priority, then preempted ones, then in order of arrival
         self.steps_in_flight: deque[StepInFlight] = deque()
-        self.computing: dict[bytes, Share] = {}  # hashes of full blocks that steps in flight compute
         self.num_held_blocks = 0  # let go of by their sequences, but named by a step in flight
         self.forget: dict[int, None] = {}  # seq_ids for the next step, in order
         self._updates: list[Update] = []
@@ -126,34 +128,16 @@ class Scheduler:
         """Cached blocks that were taken for something else, from the start on."""
         return self.blocks.num_evicted
 
-    # Sequences come and go
-
     def refusal(self, sequence: Sequence) -> Refusal | None:
         """Return why `add` would be wrong now, or None."""
-        num_prompt_tokens, max_model_len = len(sequence.prompt_token_ids), self.limits.max_model_len
-        if sequence.task != "generate":
-            return Refusal(f"the task {sequence.task!r} is not supported", temporary=False)
-        if sequence.adapter:
-            return Refusal(f"there is no adapter {sequence.adapter!r}", temporary=False)
-        if sequence.attachments:
-            return Refusal("attachments are not supported", temporary=False)
-        if not num_prompt_tokens:
-            return Refusal("the prompt is empty", temporary=False)
-        if num_prompt_tokens > max_model_len:
-            reason = f"the prompt has {num_prompt_tokens} tokens; the model takes {max_model_len}"
-            return Refusal(reason, temporary=False)
-        if self.blocks.num_blocks and (misfit := self._misfit(sequence)):
-            return Refusal(misfit, temporary=False)
-        if len(self.waiting) >= self.limits.max_num_waiting_seqs:
-            return Refusal(f"{len(self.waiting)} requests are waiting already", temporary=True)
-        return None
+        return refusal(sequence, self.limits, self.blocks.num_blocks, len(self.waiting))
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence for which `refusal` gave None. A resubmission that was complete ends at once."""
         sampling = sequence.sampling
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-        sequence.max_num_tokens = self._max_num_tokens(sequence)
+        sequence.max_num_tokens = self.limits.max_num_tokens(sequence)
         sequence.stop_token_ids = frozenset(sampling.eos_token_ids + sampling.stop_token_ids)
         if sampling.num_prompt_logprobs is not None and not sequence.output_token_ids:
             sequence.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs)
@@ -178,11 +162,9 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
-    # Planning
-
     def schedule(self) -> PlannedStep | None:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
-        if len(self.steps_in_flight) >= MAX_STEPS_IN_FLIGHT or (self.steps_in_flight and self.must_drain):
+        if len(self.steps_in_flight) >= (1 if self.must_drain or self.suspects else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
         plan = Plan(self.limits.max_num_batched_tokens)
@@ -190,7 +172,7 @@ class Scheduler:
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
             self._admit_waiting(plan)
-        return self._send(list(plan.shares.values())) if plan.shares else None
+        return self._send(plan) if plan.shares else None
 
     def _plan_running(self, plan: Plan) -> None:
         for sequence in self.running.copy():
@@ -201,35 +183,24 @@ class Scheduler:
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit in order; one that waits for its own late result or for a prefix in flight may be overtaken."""
         num_places = self.limits.max_num_seqs - len(self.running)
-        for sequence in self.waiting[:num_places]:
+        for sequence in self.suspects.admissible(self.waiting, self.running)[:num_places]:
             if not plan.budget:
                 return
             if sequence.in_flight:
                 continue
-            cached_blocks = self._find_prefix(sequence)
+            cached_blocks = self.prefixes.find(sequence)
             if cached_blocks is None:
                 continue
             if not self._admit(sequence, cached_blocks):
                 return
             plan.add(self._share(sequence, min(sequence.num_remaining_tokens, plan.budget)))
 
-    def _find_prefix(self, sequence: Sequence) -> list[int] | None:
-        """Return the cached blocks with which a sequence can start; None if a step in flight computes the next."""
-        if not self.limits.enable_prefix_caching:
-            return []
-        num_blocks = sequence.max_num_cached_tokens // self.limits.block_size
-        hashes = self._hashes(sequence, num_blocks)
-        blocks = self.blocks.find(islice(hashes, num_blocks))
-        if len(blocks) < num_blocks and hashes[len(blocks)] in self.computing:
-            return None
-        return blocks
-
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
 
         One block must be left for each running sequence to grow into, or it would be preempted again at once.
         """
-        num_new_blocks = self._num_blocks_for(sequence.num_tokens) - len(cached_blocks)
+        num_new_blocks = self.limits.num_blocks_for(sequence.num_tokens) - len(cached_blocks)
         num_available = self.blocks.num_available - self.blocks.count_cached(cached_blocks)
         if num_new_blocks + len(self.running) > num_available:
             return False
@@ -255,7 +226,12 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Give a running sequence blocks for its next tokens; return False if it must sit this step out."""
-        num_blocks = self._num_blocks_for(sequence.num_planned_tokens + num_tokens) - len(sequence.block_table)
+        num_missing_slots = (
+            sequence.num_planned_tokens + num_tokens - len(sequence.block_table) * self.limits.block_size
+        )
+        if num_missing_slots <= 0:
+            return True
+        num_blocks = self.limits.num_blocks_for(num_missing_slots)
         while num_blocks > self.blocks.num_available:
             if self.num_held_blocks:  # some come free when the step in flight is done
                 return False
@@ -263,8 +239,7 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        if num_blocks > 0:
-            sequence.block_table.extend(self.blocks.allocate(num_blocks))
+        sequence.block_table.extend(self.blocks.allocate(num_blocks))
         return True
 
     def _victim_key(self, sequence: Sequence) -> tuple[int, int, int]:
@@ -273,7 +248,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
         if share := plan.remove(sequence.seq_id):
             sequence.in_flight.remove(share)
-            self._drop_hashes(share)
+            self.prefixes.leave(share)
         self.running.remove(sequence)
         self._let_go(sequence)
         self._wait_again(sequence)
@@ -289,31 +264,28 @@ class Scheduler:
         sequence.num_planned_tokens = end
         sequence.needs_init = False
         sequence.in_flight.append(share)
-        first_block, end_block = start // self.limits.block_size, end // self.limits.block_size
-        if first_block < end_block and end <= num_known_tokens and self.limits.enable_prefix_caching:
-            share.hashes = self._hashes(sequence, end_block)[first_block:end_block]
-            for each in share.hashes:
-                self.computing.setdefault(each, share)
+        self.prefixes.enter(share, num_known_tokens)
         return share
 
-    def _send(self, shares: list[Share]) -> PlannedStep:
+    def _send(self, plan: Plan) -> PlannedStep:
         self._num_planned_steps += 1
         forget, self.forget = list(self.forget), {}
+        shares = list(plan.shares.values())
         step = StepInFlight(self._num_planned_steps, shares, forget)
         self.steps_in_flight.append(step)
         self.counters.num_steps += 1
-        self.counters.num_scheduled_tokens += sum(share.end - share.start for share in shares)
+        self.counters.num_scheduled_tokens += self.limits.max_num_batched_tokens - plan.budget
         return PlannedStep(step.step_id, [self._sequence_step(share) for share in shares], forget)
 
     def _sequence_step(self, share: Share) -> SequenceStep:
         sequence = share.sequence
         sequence.is_on_executor = True
-        block_table = sequence.block_table[: self._num_blocks_for(share.end)].tobytes()
+        block_table, num_blocks = sequence.block_table, self.limits.num_blocks_for(share.end)
+        if num_blocks < len(block_table):
+            block_table = block_table[:num_blocks]
         token_ids = sequence.pack(share.start, share.end)
         init = sequence.make_init() if share.has_init else None
-        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table,), share.samples, init)
-
-    # Results
+        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table.tobytes(),), share.samples, init)
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight; that of any other step is ignored."""
@@ -324,8 +296,7 @@ class Scheduler:
         for share, given in zip(shares, result.sequences, strict=True):
             sequence = share.sequence
             del sequence.in_flight[0]
-            if share.hashes:
-                self._drop_hashes(share)
+            self.prefixes.leave(share)
             if sequence.finish_reason is None and not share.is_void:
                 if sequence.seq_id in result.not_ready:
                     self._sit_out(share)
@@ -338,8 +309,7 @@ class Scheduler:
         sequence = share.sequence
         if share.keeps_kv:
             sequence.num_computed_tokens = share.end
-            if share.end // self.limits.block_size > sequence.num_registered_blocks:
-                self._register_blocks(sequence)
+            self.prefixes.register(sequence)
         if given.prompt_logprobs is not None:
             sequence.collect_prompt_logprobs(share.start + 1, given.prompt_logprobs)
         if share.samples:
@@ -354,6 +324,8 @@ class Scheduler:
             return
         self.tenants.serve(sequence.tenant, len(token_ids))
         self.counters.num_generated_tokens += len(token_ids)
+        if sequence.num_deaths:
+            self.suspects.clear(sequence)
         logprobs = given.logprobs
         if logprobs is not None and len(token_ids) < len(given.token_ids):
             logprobs = head(logprobs, len(token_ids))
@@ -362,21 +334,12 @@ class Scheduler:
         else:
             self._update(sequence, token_ids, None, logprobs)
 
-    def _register_blocks(self, sequence: Sequence) -> None:
-        if not self.limits.enable_prefix_caching:
-            return
-        end = sequence.num_computed_tokens // self.limits.block_size
-        hashes = self._hashes(sequence, end)
-        for index in range(sequence.num_registered_blocks, end):
-            self.blocks.register(sequence.block_table[index], hashes[index])
-        sequence.num_registered_blocks = end
-
     def _sit_out(self, share: Share) -> None:
         """Nothing of a share was computed, so what was planned on top of it says nothing either."""
         self._roll_back(share)
         for later in share.sequence.in_flight:
             later.is_void = True
-            self._drop_hashes(later)
+            self.prefixes.leave(later)
             share.sequence.needs_init = True  # whatever the executor made of it
 
     def _roll_back(self, share: Share) -> None:
@@ -385,8 +348,6 @@ class Scheduler:
             share.sequence.num_planned_tokens = share.start
         if share.has_init:
             share.sequence.needs_init = True
-
-    # What goes wrong
 
     def need_init(self, step_id: int, seq_ids: Iterable[int]) -> None:
         """The executor did not do `step_id`, nor any later step: it has no state for `seq_ids`.
@@ -406,7 +367,7 @@ class Scheduler:
         for share in step.shares:
             sequence = share.sequence
             sequence.in_flight.remove(share)
-            self._drop_hashes(share)
+            self.prefixes.leave(share)
             if not share.is_void:
                 self._roll_back(share)
             if share.held_blocks and sequence.in_flight:
@@ -416,9 +377,13 @@ class Scheduler:
         self.forget = dict.fromkeys(step.forget) | self.forget
 
     def reset_executor(self, num_blocks: int) -> None:
-        """The executor and all KV are gone; the next has `num_blocks`. What can no longer fit ends with "error"."""
+        """The executor and all KV are gone; the next has `num_blocks`.
+
+        What can no longer fit ends with "error", and so does a sequence that was in flight alone, not the first time.
+        """
+        culprit = self.suspects.accuse({share.sequence for step in self.steps_in_flight for share in step.shares})
         self.steps_in_flight.clear()
-        self.computing.clear()
+        self.prefixes.clear()
         self.forget.clear()
         self.num_held_blocks = 0
         self.must_drain = False
@@ -430,15 +395,15 @@ class Scheduler:
             sequence.is_on_executor = False
         for sequence in running:
             self._wait_again(sequence)
+        if culprit:
+            self.fail(culprit.seq_id, "the executor died with this request alone, and not for the first time")
         for sequence in list(self.sequences.values()):
-            if num_blocks and (misfit := self._misfit(sequence)):
-                self._finish(sequence, "error", error=misfit)
+            if reason := misfit(sequence, self.limits, num_blocks):
+                self._finish(sequence, "error", error=reason)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the accounts do not agree."""
         check(self)
-
-    # Common parts
 
     def _finish(
         self,
@@ -458,6 +423,7 @@ class Scheduler:
         self._let_go(sequence)
         self._forget_on_executor(sequence)
         self.tenants.leave(sequence.tenant)
+        self.suspects.clear(sequence)
         del self.sequences[sequence.seq_id]
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._update(sequence, token_ids or [], reason, logprobs, error)
@@ -483,7 +449,7 @@ class Scheduler:
         block_table, sequence.block_table = sequence.block_table, array("i")
         for share in sequence.in_flight:
             share.keeps_kv = False
-            self._drop_hashes(share)
+            self.prefixes.leave(share)
         if not sequence.in_flight:
             self.blocks.release(block_table)
         elif block_table:
@@ -512,32 +478,3 @@ class Scheduler:
         if sequence.is_on_executor:
             sequence.is_on_executor = False
             self.forget[sequence.seq_id] = None
-
-    def _drop_hashes(self, share: Share) -> None:
-        for each in share.hashes:
-            if self.computing.get(each) is share:
-                del self.computing[each]
-
-    def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known."""
-        hashes, block_size = sequence.block_hashes, self.limits.block_size
-        while len(hashes) < num_blocks:
-            parent = hashes[-1] if hashes else root_hash(sequence.tenant, sequence.cache_salt, sequence.adapter)
-            start = len(hashes) * block_size
-            token_ids = sequence.pack(start, start + block_size)
-            hashes.append(block_hash(parent, token_ids, start, sequence.attachments))
-        return hashes
-
-    def _num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
-
-    def _max_num_tokens(self, sequence: Sequence) -> int:
-        return min(len(sequence.prompt_token_ids) + sequence.sampling.max_tokens, self.limits.max_model_len)
-
-    def _misfit(self, sequence: Sequence) -> str | None:
-        """Return why a sequence cannot run even alone, or None. The token sampled last is never computed."""
-        num_tokens = max(len(sequence.prompt_token_ids), self._max_num_tokens(sequence) - 1)
-        num_blocks = self._num_blocks_for(num_tokens)
-        if num_blocks <= self.blocks.num_blocks:
-            return None
-        return f"{num_tokens} tokens need {num_blocks} KV blocks; the pool has {self.blocks.num_blocks}"

@@ -1,7 +1,10 @@
 """One running generation, and its shares of the steps in flight."""
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from protocol.messages import Attachment, Logprobs, SequenceInit
 from protocol.sampling import SamplingParams
@@ -30,6 +33,7 @@ class Sequence:
     adapter: str = ""
     attachments: tuple[Attachment, ...] = ()
 
+    num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
     max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
     stop_token_ids: frozenset[int] = field(init=False, default=frozenset())
@@ -48,9 +52,8 @@ class Sequence:
     prompt_logprobs: Logprobs | None = field(init=False, default=None)  # collected so far; None: not wanted (any more)
     num_deaths: int = field(init=False, default=0)  # of executors with this in flight, since its last new token
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -99,8 +102,7 @@ class Sequence:
         self.prompt_logprobs = self.prompt_logprobs + new if num_known else new
 
 
-@dataclass(slots=True, eq=False)
-class Share:
+class Share(msgspec.Struct, eq=False):
     """One sequence's part of a step in flight: positions `start` to `end`."""
 
     sequence: Sequence
@@ -108,7 +110,7 @@ class Share:
     end: int
     samples: bool  # ends at the sequence's last token, and gives the next
     has_init: bool
-    hashes: list[bytes] = field(default_factory=list)  # of the blocks that it fills, as far as they are known
+    hashes: Iterable[bytes] = ()  # of the blocks that it fills, as far as they are known
     keeps_kv: bool = True  # False once the sequence was preempted: its token counts, its KV is gone
     is_void: bool = False  # the result says nothing: the share before it was not computed
     held_blocks: "array[int] | None" = None  # released when this step is done: the sequence let go of them in flight

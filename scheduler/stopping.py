@@ -21,6 +21,7 @@ def append_tokens(sequence: Sequence, token_ids: Iterable[int]) -> tuple[list[in
     appended: list[int] = []
     for token_id in token_ids:
         sequence.output_token_ids.append(token_id)
+        sequence.num_tokens += 1
         appended.append(token_id)
         if reason := finish_reason(sequence):
             return appended, reason

@@ -32,5 +32,6 @@ class TenantUsage:
     def num_served_tokens(self, tenant: str) -> int:
         return self._num_served_tokens[tenant]
 
-    def num_seqs(self) -> dict[str, int]:
-        return dict(self._num_seqs)
+    @property
+    def num_seqs(self) -> int:
+        return sum(self._num_seqs.values())

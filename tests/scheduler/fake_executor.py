@@ -7,7 +7,8 @@ schedule that is right gives the tokens of `reference`.
 
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
@@ -72,11 +73,18 @@ class FakeExecutor:
         self.kv = [[0] * block_size for _ in range(num_blocks)]
         self.states: dict[int, State] = {}
         self.forgotten: set[int] = set()
+        self.lost: set[int] = set()  # whose state a test took away
         self.sat_out: set[int] = set()  # in the last step
 
+    def lose(self, seq_ids: Iterable[int]) -> None:
+        """Drop the state of some sequences."""
+        for seq_id in seq_ids:
+            if self.states.pop(seq_id, None):
+                self.lost.add(seq_id)
+
     def lacking(self, step: PlannedStep) -> list[int]:
-        """The sequences for which this executor would have to say NeedInit."""
-        return [s.seq_id for s in step.sequences if s.init is None and s.seq_id not in self.states]
+        """Return the sequences for which this executor says NeedInit: only those whose state was taken away."""
+        return [share.seq_id for share in step.sequences if share.init is None and share.seq_id in self.lost]
 
     def execute(self, step: PlannedStep, not_ready: Iterable[int] = (), *, computes_void: bool = False) -> StepResult:
         """Do a step. A sequence that sat out the step before and is planned on top of it sits out too, or, with
@@ -95,6 +103,7 @@ class FakeExecutor:
                 sits_out.add(share.seq_id)
             if share.init is not None:
                 self.forgotten.discard(share.seq_id)
+                self.lost.discard(share.seq_id)
                 self.states[share.seq_id] = State(share)
             results.append(SequenceResult([]) if share.seq_id in sits_out else self.compute(share))
         self.sat_out = sits_out
@@ -140,7 +149,9 @@ class Driver:
         max_num_batched_tokens: int = 64,
         max_num_waiting_seqs: int = 100,
         enable_prefix_caching: bool = True,
+        checks_moves: bool = True,
     ) -> None:
+        self.checks_moves = checks_moves
         self.limits = Limits(
             num_blocks,
             block_size,
@@ -209,18 +220,19 @@ class Driver:
         return step
 
     def receive(self, not_ready: Iterable[int] = (), *, computes_void: bool = False) -> None:
-        """Have the oldest step done and apply its result."""
-        result = self.executor.execute(self.sent.popleft(), not_ready, computes_void=computes_void)
-        self.scheduler.apply(result)
+        """Have the oldest step done and apply its result; or cancel what is in flight, if a state is lacking."""
+        step = self.sent[0]
+        if lacking := self.executor.lacking(step):
+            self.need_init(lacking)
+            return
+        self.sent.popleft()
+        self.scheduler.apply(self.executor.execute(step, not_ready, computes_void=computes_void))
         self.settle()
 
-    def need_init(self, seq_ids: Iterable[int] = ()) -> None:
-        """The executor loses the state of some sequences and says so of the oldest step."""
-        step = self.sent[0]
-        for seq_id in seq_ids:
-            self.executor.states.pop(seq_id, None)
+    def need_init(self, seq_ids: list[int]) -> None:
+        """The executor refuses the oldest step, and so all later ones."""
         self.executor.sat_out = set()
-        self.scheduler.need_init(step.step_id, self.executor.lacking(step))
+        self.scheduler.need_init(self.sent[0].step_id, seq_ids)
         self.sent.clear()
         self.settle()
 
@@ -230,6 +242,10 @@ class Driver:
         self.sent.clear()
         self.scheduler.reset_executor(num_blocks)
         self.settle()
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            self.step()
 
     def step(self, *, ahead: bool = False) -> None:
         """One step at depth 0, or one planned ahead of the result of another."""
@@ -255,10 +271,21 @@ class Driver:
             self.num_cached_tokens[seq_id] = update.num_cached_tokens
             if update.finish_reason:
                 self.finished[seq_id] = update
-        self.scheduler.check_integrity()
+        if self.checks_moves:
+            self.scheduler.check_integrity()
 
-    def reference(self, seq_id: int) -> tuple[list[int], str]:
-        return reference(self.prompts[seq_id], self.sequences[seq_id].sampling, self.limits.max_model_len)
+    @staticmethod
+    def expect(prompt: Iterable[int], **sampling: Any) -> tuple[list[int], str]:
+        """Return what a sequence gives that runs alone: its tokens and finish reason."""
+        return reference(prompt, SamplingParams(seed=0, **sampling))
+
+    def assert_prompt_logprobs(self, seq_id: int) -> None:
+        """They came once, for every prompt token but the first, each with the right value."""
+        prompt, slot, expected = self.prompts[seq_id], 0, Logprobs(0)
+        for token_id, following in pairwise(prompt):
+            slot = slot_value(slot, token_id)
+            expected += prompt_logprob(slot, following)
+        assert self.prompt_logprobs[seq_id] == [expected]
 
     def reasons(self) -> dict[int, str | None]:
         return {seq_id: update.finish_reason for seq_id, update in self.finished.items()}
@@ -267,7 +294,10 @@ class Driver:
         """Every sequence has the tokens it would have alone, and every block is back."""
         assert set(self.finished) == set(self.sequences)
         for seq_id, update in self.finished.items():
-            tokens, reason = self.reference(seq_id)
+            sampling = self.sequences[seq_id].sampling
+            tokens, reason = reference(self.prompts[seq_id], sampling, self.limits.max_model_len)
+            if sampling.num_prompt_logprobs is not None and (self.outputs[seq_id] or update.finish_reason == "length"):
+                self.assert_prompt_logprobs(seq_id)
             if update.finish_reason in ("abort", "error"):
                 assert self.outputs[seq_id] == tokens[: len(self.outputs[seq_id])], seq_id
             else:

@@ -11,32 +11,29 @@ MIN_STEPS, MAX_SEQS = 50, 8
 
 
 class Trace:
-    """One run of random moves over at most 32 blocks and 8 sequences at a time, until 50 steps are done."""
+    """Random moves over at most 32 blocks and 8 sequences at a time, until 50 steps are planned; then all must end."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         choose = self.random.choice
-        self.max_blocks = self.random.randint(6, 32)
+        self.max_blocks = self.random.randint(8, 32)
         self.driver = Driver(
             self.max_blocks,
-            block_size=choose((1, 2, 4)),
-            max_model_len=choose((12, 24, 1000)),
-            max_num_seqs=choose((1, 3, MAX_SEQS)),
-            max_num_batched_tokens=choose((1, 5, 16, 64)),
+            block_size=choose((1, 3, 4, 4)),
+            max_model_len=choose((26, 1000)),
+            max_num_seqs=choose((3, MAX_SEQS)),
+            max_num_batched_tokens=choose((3, 16, 64)),
             enable_prefix_caching=self.random.random() < 0.8,
+            checks_moves=False,
         )
         self.max_in_flight = choose((1, 2))
-        self.trouble = choose((0.0, 0.02, 0.1))  # probability of a reset or NeedInit at each move
-        self.prefix = [self.random.randrange(VOCAB_SIZE) for _ in range(12)]
+        self.trouble = choose((0.0, 0.0, 0.02, 0.1))  # probability of a reset or a lost state at each move
+        self.prefix = self.tokens(12)
 
     def run(self) -> None:
         driver = self.driver
         while len(driver.steps) < MIN_STEPS:
             self.move()
-        if self.random.random() < 0.3:
-            for seq_id in list(driver.scheduler.sequences):
-                driver.scheduler.abort(seq_id)
-                driver.settle()
         driver.run(ahead=self.max_in_flight == 2)
         driver.assert_complete()
         assert set(driver.executor.states) <= set(driver.scheduler.forget)
@@ -46,7 +43,7 @@ class Trace:
         chance = self.random.random()
         if chance < self.trouble and driver.sent:
             self.disturb()
-        elif len(live) < MAX_SEQS and (not live or chance < 0.3):
+        elif not live or (chance < 0.4 and len(live) < MAX_SEQS and len(driver.steps) < MIN_STEPS - 20):
             self.add()
         elif chance > 0.98:
             driver.scheduler.abort(self.random.randrange(len(driver.sequences) + 2))
@@ -54,9 +51,14 @@ class Trace:
         elif len(driver.sent) < self.max_in_flight and driver.send():
             pass
         elif driver.sent:
-            planned = [share.seq_id for share in driver.sent[0].sequences]
-            not_ready = [self.random.choice(planned)] if self.random.random() < 0.05 else []
-            driver.receive(not_ready, computes_void=self.random.random() < 0.5)
+            self.receive()
+            driver.scheduler.check_integrity()
+
+    def receive(self) -> None:
+        chance, not_ready = self.random.random(), []
+        if chance < 0.05:
+            not_ready = [self.random.choice(self.driver.sent[0].sequences).seq_id]
+        self.driver.receive(not_ready, computes_void=chance < 0.025)
 
     def disturb(self) -> None:
         driver = self.driver
@@ -64,24 +66,26 @@ class Trace:
             driver.reset(self.random.randint(4, self.max_blocks))
         else:
             seq_ids = list(driver.executor.states)
-            driver.need_init(self.random.sample(seq_ids, self.random.randint(0, len(seq_ids))))
+            driver.executor.lose(self.random.sample(seq_ids, self.random.randint(0, len(seq_ids))))
 
     def add(self) -> None:
-        choose, chance = self.random.choice, self.random.random
-        prompt = self.prefix[: self.random.randint(0, 12)]
-        prompt += [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, 8))]
+        choose = self.random.choice
+        prompt = self.prefix[: choose((0, 4, 8, 9, 12))] + self.tokens(self.random.randint(1, 8))
         sequence = self.driver.make(
             len(self.driver.sequences),
             prompt[: self.driver.limits.max_model_len],
-            max_tokens=choose((0, 1, 3, 10, 20)),
+            max_tokens=choose((0, 2, 15, 25)),
             min_tokens=choose((0, 0, 4)),
-            stop_token_ids=choose(((), (), (1,), (2, 5))),
-            num_prompt_logprobs=0 if chance() < 0.2 else None,
+            stop_token_ids=choose(((), (), (), (2, 5))),
+            num_prompt_logprobs=choose((0, None, None, None)),
             tenant=choose(("", "a")),
             priority=choose((0, 0, 1)),
         )
         if self.driver.scheduler.refusal(sequence) is None:
             self.driver.add(sequence)
+
+    def tokens(self, num_tokens: int) -> list[int]:
+        return self.random.choices(range(VOCAB_SIZE), k=num_tokens)
 
 
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
