@@ -136,8 +136,9 @@ def test_bad_links_and_clients_that_leave(directory, seed):
         for stream in streams[::2]:
             wait_until(lambda stream=stream: stream.token_ids or stream.ended.is_set())
             gateway.abort(stream)
+        gateway.wait_all()
+        wait_until(lambda: server.server.frontend.ledger.num_records == 0)
         house.finish()
-        wait_until(lambda: server.server.frontend.ledger.num_records == 0 or not server._thread.is_alive())
 
 
 @pytest.mark.parametrize("seed", range(2))
