@@ -233,6 +233,8 @@ class Server:
             scheduler.apply(answered)
             self._oldest_started_s = now_s
             self._predictor.observe_step(step.size, answered.busy_s)
+            if step.is_ahead:
+                self._predictor.observe_wait(step.size, answered.waited_s)
             for meter in (self._stats_meter, self._log_meter):
                 meter.add(step.size, answered.busy_s, answered.waited_s)
         if self.link.num_in_flight == 0:
@@ -288,9 +290,10 @@ class Server:
         step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
         frame = encode(step)
         size = step_size(planned.sequences, follows_idleness=self._was_idle)
-        if self.link.oldest is None:
+        is_ahead = self.link.oldest is not None
+        if not is_ahead:
             self._oldest_started_s = started_s
-        self.link.add(SentStep(planned.step_id, frame, size))
+        self.link.add(SentStep(planned.step_id, frame, size, is_ahead))
         self._send_to_executors(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)

@@ -101,6 +101,7 @@ class FakeExecutor:
         self.num_need_inits = 0
         self.error: AssertionError | None = None
         self._next_step_id = 0  # 0: not welcomed
+        self._free_since_s = time.monotonic()
         self._states: dict[int, SequenceState] = {}
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stop = threading.Event()
@@ -225,8 +226,15 @@ class FakeExecutor:
         results = self._compute(step)
         if self.step_s:
             time.sleep(self.step_s)
-        busy_s = time.monotonic() - started_s
-        result = StepResult(self.scheduler_incarnation, self.incarnation, step.step_id, results, busy_s=busy_s)
+        waited_s, self._free_since_s = started_s - self._free_since_s, time.monotonic()
+        result = StepResult(
+            self.scheduler_incarnation,
+            self.incarnation,
+            step.step_id,
+            results,
+            busy_s=self._free_since_s - started_s,
+            waited_s=waited_s,
+        )
         self._results[step.step_id] = result
         if len(self._results) > NUM_KEPT_RESULTS:
             self._results.popitem(last=False)
