@@ -5,10 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from octavo.resolve import ModelError, resolve_model
-
 from octavo import __version__
+from octavo.errors import ModelError
 from octavo.launcher import LaunchError, require_free_port, serve
+from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 from protocol.process import ArgumentParser, configure_logging
 
@@ -71,18 +71,22 @@ def run_serve(config: Config) -> int:
     configure_logging("octavo", config.log_level)
     if config.port:
         require_free_port(config)
-    resolved = resolve_model(config.model or None, trust_remote_code=config.trust_remote_code)
+    resolved = resolve_model(
+        config.model or None,
+        trust_remote_code=config.trust_remote_code,
+        needs_weights=config.load_format != "dummy",
+    )
     serve(config, resolved.directory, resolved.served_name)
     return 0
 
 
 def run_pull(config: Config) -> int:
     configure_logging("octavo", config.log_level)
-    print(resolve_model(config.model or None, trust_remote_code=config.trust_remote_code).directory)
+    print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
     return 0
 
 
-def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_serve(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     parser = commands.add_parser(
         "serve", help="serve a model", description="Serve a model over HTTP until Ctrl-C.", epilog=EPILOG
     )
@@ -92,7 +96,7 @@ def _add_serve(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         add_flags(parser.add_argument_group(title), names)
 
 
-def _add_pull(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _add_pull(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     description = "Resolve, download and convert a model without serving it; prints its directory."
     parser = commands.add_parser("pull", help="download and convert a model", description=description, epilog=EPILOG)
     parser.set_defaults(command=run_pull)

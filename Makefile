@@ -1,0 +1,53 @@
+# Everything from a fresh clone. `make` alone says what there is.
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve demo-model test lint clean
+
+help:
+	@echo "Octavo: an inference server for large language models"
+	@echo
+	@echo "  make serve         set up, then serve the demo model on http://127.0.0.1:8000 until Ctrl-C"
+	@echo "  make serve ARGS='org/name --port 9000'"
+	@echo "                     the same with another model and any flag of 'octavo serve'"
+	@echo "  make setup         create $(VENV) and install the pinned dependencies, if they changed"
+	@echo "  make demo-model    download and convert the demo model into your cache, if it is not there"
+	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
+	@echo "  make lint          check format, style and types"
+	@echo "  make clean         remove $(VENV) and what tools left here; models in your cache stay"
+	@echo
+	@echo "  PYTHON=python3.12  the Python (3.11 or newer) that $(VENV) is made with"
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Octavo needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo not there)." >&2; \
+	  echo "Install one and name it: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version) and installing the pinned dependencies (some minutes, once)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+serve: setup
+	@$(VENV)/bin/octavo serve $(ARGS)
+
+demo-model: setup
+	@$(VENV)/bin/octavo pull
+
+test: demo-model
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

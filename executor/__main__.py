@@ -1,0 +1,33 @@
+"""`python -m executor`: load a model and do a scheduler's steps until SIGINT or SIGTERM."""
+
+import signal
+import sys
+import time
+
+from protocol.process import start_process
+
+
+def main() -> int:
+    """Return the exit status: 0 after a signal, 1 if the model cannot be served; a step that raises is a traceback."""
+    config = start_process("executor", "Compute the steps of one scheduler.")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: sys.exit(0))
+    started_s = time.monotonic()
+    # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
+    import kernels  # noqa: F401, I001
+    from executor.server import serve
+    from executor.startup import logger, start_executor
+
+    logger.info("import: %.2f s", time.monotonic() - started_s)
+    try:
+        executor = start_executor(config)
+    except ValueError as error:
+        print(f"python -m executor: {error}", file=sys.stderr)
+        return 1
+    logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, config.backend_address)
+    serve(config.backend_address, executor.runner, executor.description, executor.progress)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The control groups this process is in: limits hold from its own group up to the root, for versions 1 and 2."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Yield the directories of this process's groups for a version 1 `controller` and for version 2, innermost first.
+
+    `root` is where proc and sys lie. In a container the path in /proc may be the host's: what is not there is skipped.
+    """
+    base = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            mounts = [base, base / "unified"]
+        elif controller in controllers.split(","):
+            mounts = [base / controllers, base / controller]
+        else:
+            continue
+        relative = PurePosixPath(path.lstrip("/"))
+        for mount in mounts:
+            for group in (relative, *relative.parents):
+                if (mount / group).is_dir():
+                    yield mount / group
+
+
+def read_integer(path: Path) -> int | None:
+    """Return the file's number; None if there is no such file or no number in it ("max")."""
+    lines = _lines(path)
+    return int(lines[0]) if lines and lines[0].lstrip("-").isdigit() else None
+
+
+def read_table(path: Path) -> dict[str, int]:
+    """Return the numbers of lines such as "MemAvailable:  123 kB" or "inactive_file 123", in bytes."""
+    rows = (line.split() for line in _lines(path))
+    return {
+        row[0].rstrip(":"): int(row[1]) * (1024 if row[2:] == ["kB"] else 1)
+        for row in rows
+        if len(row) > 1 and row[1].isdigit()
+    }
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

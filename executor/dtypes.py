@@ -1,0 +1,25 @@
+"""Which type weights, activations and the KV cache have."""
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_dtype(
+    requested: str, checkpoint_dtype: torch.dtype, device: torch.device, *, has_bfloat16: bool
+) -> tuple[torch.dtype, str]:
+    """Return the dtype to run in, and why, for the log.
+
+    `requested` is `Config.dtype`: what is asked for is obeyed or refused. "auto" is the checkpoint's dtype where the
+    device multiplies it directly (`has_bfloat16`), else float32. Raises ValueError for float16 on the CPU.
+    """
+    if requested != "auto":
+        if requested == "float16" and device.type == "cpu":
+            raise ValueError("float16 is not supported on the CPU: set --dtype to float32, bfloat16 or auto")
+        return DTYPES[requested], "as set by dtype"
+    name = str(checkpoint_dtype).removeprefix("torch.")
+    if device.type == "cpu" and checkpoint_dtype == torch.float16:
+        return torch.float32, "the checkpoint's float16 is not supported on the CPU"
+    if checkpoint_dtype == torch.bfloat16 and not has_bfloat16:
+        return torch.float32, "the checkpoint's bfloat16 has no instructions on this CPU"
+    return checkpoint_dtype, f"the checkpoint is {name}"

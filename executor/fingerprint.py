@@ -1,0 +1,44 @@
+"""A name for what a model computes: generations are resumed only where it is the same."""
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from executor.models.config import ModelConfig
+from executor.models.rotary import rotary_frequencies
+from executor.weights import checkpoint_files
+
+HEADER_LENGTH_BYTES = 8
+
+
+def model_fingerprint(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, load_format: str, seed: int = 0
+) -> str:
+    """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
+
+    These are config.json, the name, size and header of each safetensors file (or the seed of dummy weights), the dtype,
+    and the rotary frequencies, which may depend on `max_model_len`. Weights that were changed in place under the same
+    header are not noticed. Raises ValueError if a file is missing or damaged.
+    """
+    digest = hashlib.sha256()
+    inv_freq, attention_factor = rotary_frequencies(config.rope, config.head_dim, max_model_len)
+    parts = [
+        (directory / "config.json").read_bytes(),
+        str(dtype).encode(),
+        repr((inv_freq.tolist(), attention_factor)).encode(),
+        *([f"dummy {seed}".encode()] if load_format == "dummy" else map(_describe, checkpoint_files(directory))),
+    ]
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.hexdigest()
+
+
+def _describe(path: Path) -> bytes:
+    """Return a safetensors file's name, size and header."""
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
+        if header_bytes > size_bytes - HEADER_LENGTH_BYTES:
+            raise ValueError(f"{path} is damaged or incomplete: its header is longer than the file")
+        return f"{path.name} {size_bytes} ".encode() + file.read(header_bytes)

@@ -1,0 +1,207 @@
+"""What a checkpoint's config.json says about its architecture, read once: an architecture is a row."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from executor.models.rotary import Rope
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A row: how one architecture's forward pass differs from Llama's without biases."""
+
+    qkv_bias: bool = False
+    reads_attention_bias: bool = False  # config.json's attention_bias: biases of q, k, v and o
+    reads_mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: Literal["none", "all", "layer_types"] = "none"
+
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": Architecture(reads_attention_bias=True, reads_mlp_bias=True),
+    "MistralForCausalLM": Architecture(sliding_window="all"),
+    "Qwen2ForCausalLM": Architecture(qkv_bias=True, sliding_window="layer_types"),
+    "Qwen3ForCausalLM": Architecture(reads_attention_bias=True, qk_norm=True, sliding_window="layer_types"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder of the Llama family; every optional key of config.json is resolved here."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: Rope
+    sliding_windows: tuple[int | None, ...]  # a layer's, in tokens; None attends to everything
+    dtype: torch.dtype  # the checkpoint's
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """Return the longest sequence the model is made for: what max_model_len is unless it is set.
+
+        yarn's `factor` stretches the length of the original training; other scalings say the stretched length in
+        `max_position_embeddings` already.
+        """
+        return max(self.max_position_embeddings, self.rope.stretched_tokens)
+
+
+class _Architectures(msgspec.Struct):
+    architectures: list[str]
+
+
+class _Checkpoint(msgspec.Struct):
+    """config.json as it is written by transformers 4 and 5; unknown keys are transformers' own business."""
+
+    architectures: list[str]
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool | None = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = 4096
+    use_sliding_window: bool | None = False
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_theta: float = 10000.0
+    original_max_position_embeddings: int | None = None
+    partial_rotary_factor: float | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported."""
+    path = directory / "config.json"
+    try:
+        raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
+        row = _row(raw.architectures)
+        checkpoint = msgspec.json.decode(path.read_bytes(), type=_Checkpoint)
+        return _resolve(raw.architectures[0], row, checkpoint)
+    except FileNotFoundError:
+        raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _row(architectures: list[str]) -> Architecture:
+    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
+        named = ", ".join(architectures) or "no architecture"
+        raise ValueError(f"{named} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[architectures[0]]
+
+
+def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> ModelConfig:
+    _refuse_unsupported(checkpoint)
+    attention_bias = row.reads_attention_bias and checkpoint.attention_bias
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=checkpoint.vocab_size,
+        hidden_size=checkpoint.hidden_size,
+        intermediate_size=checkpoint.intermediate_size,
+        num_layers=checkpoint.num_hidden_layers,
+        num_heads=checkpoint.num_attention_heads,
+        num_kv_heads=checkpoint.num_key_value_heads or checkpoint.num_attention_heads,
+        head_dim=checkpoint.head_dim or checkpoint.hidden_size // checkpoint.num_attention_heads,
+        rms_norm_eps=checkpoint.rms_norm_eps,
+        max_position_embeddings=checkpoint.max_position_embeddings,
+        rope=_rope(checkpoint),
+        sliding_windows=_sliding_windows(row, checkpoint),
+        dtype=_dtype(checkpoint),
+        tie_word_embeddings=bool(checkpoint.tie_word_embeddings),
+        qkv_bias=row.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=row.reads_mlp_bias and checkpoint.mlp_bias,
+        qk_norm=row.qk_norm,
+    )
+    _check_heads(config)
+    return config
+
+
+def _refuse_unsupported(checkpoint: _Checkpoint) -> None:
+    if checkpoint.hidden_act != "silu":
+        raise ValueError(f"hidden_act {checkpoint.hidden_act!r} is not supported; supported: silu")
+    if checkpoint.quantization_config is not None:
+        method = checkpoint.quantization_config.get("quant_method", "unnamed")
+        raise ValueError(f"quantization_config is not supported (its quant_method is {method!r})")
+
+
+def _check_heads(config: ModelConfig) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_attention_heads ({config.num_heads}) is no multiple of num_key_value_heads ({config.num_kv_heads})"
+        )
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim {config.head_dim} is odd: rotary embeddings need pairs")
+
+
+def _dtype(checkpoint: _Checkpoint) -> torch.dtype:
+    name = checkpoint.dtype or checkpoint.torch_dtype or "float32"
+    if name not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _rope(checkpoint: _Checkpoint) -> Rope:
+    """Return the rotary parameters; transformers 5 writes all of them to `rope_parameters`."""
+    written = checkpoint.rope_scaling or checkpoint.rope_parameters or {}
+    if nested := [key for key, value in written.items() if isinstance(value, dict)]:
+        raise ValueError(f"rotary parameters that differ by layer ({', '.join(nested)}) are not supported")
+    values = {"rope_type": written.get("type", "default"), "rope_theta": checkpoint.rope_theta} | written
+    if (values.get("partial_rotary_factor", checkpoint.partial_rotary_factor) or 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not supported")
+    trained_tokens = checkpoint.original_max_position_embeddings or values.get("original_max_position_embeddings")
+    values["original_max_position_embeddings"] = trained_tokens or checkpoint.max_position_embeddings
+    values["max_position_embeddings"] = checkpoint.max_position_embeddings
+    rope = msgspec.convert(values, Rope)
+    rope.check()
+    return rope
+
+
+def _sliding_windows(row: Architecture, checkpoint: _Checkpoint) -> tuple[int | None, ...]:
+    """Return each layer's window; a checkpoint may name one that its architecture does not use."""
+    num_layers = checkpoint.num_hidden_layers
+    slides = [row.sliding_window == "all"] * num_layers
+    if row.sliding_window == "layer_types":
+        slides = [bool(checkpoint.use_sliding_window) and sliding for sliding in _sliding_layers(checkpoint)]
+    return tuple(checkpoint.sliding_window if slide else None for slide in slides)
+
+
+def _sliding_layers(checkpoint: _Checkpoint) -> list[bool]:
+    num_layers = checkpoint.num_hidden_layers
+    if checkpoint.layer_types is None:
+        return [layer >= checkpoint.max_window_layers for layer in range(num_layers)]
+    if len(checkpoint.layer_types) != num_layers:
+        raise ValueError(f"layer_types has {len(checkpoint.layer_types)} entries for {num_layers} layers")
+    if unknown := set(checkpoint.layer_types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"layer types {unknown} are not supported; supported: full_attention, sliding_attention")
+    return [layer_type == "sliding_attention" for layer_type in checkpoint.layer_types]

@@ -1,0 +1,141 @@
+"""The Llama family's decoder, on one page.
+
+Attribute names are the checkpoint's names; `executor.weights` knows which layers are fused. The residual stream is
+float32, everything else has the dtype of the weights.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from executor.inputs import StepInputs
+from executor.models.config import ModelConfig
+from executor.models.layers import (
+    ALONE,
+    ColumnParallelLinear,
+    LMHead,
+    Module,
+    QKVParallelLinear,
+    RMSNorm,
+    RowParallelLinear,
+    TensorParallel,
+    VocabParallelEmbedding,
+)
+from kernels import paged_attention, rotary_embedding, silu_and_mul, store_kv
+
+# T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
+# V vocabulary, P positions, R rotary size
+
+
+class Attention(Module):
+    def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias, parallel
+        )
+        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias, parallel)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.head_dim = config.head_dim
+        self.sliding_window = sliding_window
+
+    def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q_THD, k_TKD, v_TKD = self.qkv_proj(x_TE).view(-1, sum(heads), self.head_dim).split(heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
+        rotary_embedding(q_THD, k_TKD, cos_sin_PR, inputs.positions_T)
+        store_kv(k_TKD, v_TKD, *kv_cache, inputs.slot_mapping_T)
+        out_THD = paged_attention(
+            q_THD,
+            *kv_cache,
+            inputs.block_tables_SM,
+            inputs.cu_seqlens_q,
+            inputs.seq_lens_S,
+            self.head_dim**-0.5,
+            self.sliding_window,
+        )
+        return self.o_proj(out_THD.flatten(1))
+
+
+class MLP(Module):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, (inner, inner), config.mlp_bias, parallel)
+        self.down_proj = RowParallelLinear(inner, config.hidden_size, config.mlp_bias, parallel)
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        return self.down_proj(silu_and_mul(self.gate_up_proj(x_TE)))
+
+
+class DecoderLayer(Module):
+    def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config, sliding_window, parallel)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config, parallel)
+
+    def forward(
+        self,
+        x_TE: Tensor,
+        residual_TE: Tensor,
+        inputs: StepInputs,
+        cos_sin_PR: Tensor,
+        kv_cache: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Return what the layer has still to add to the residual; what came in is added to it here."""
+        x_TE = self.self_attn(self.input_layernorm.add(x_TE, residual_TE), inputs, cos_sin_PR, kv_cache)
+        return self.mlp(self.post_attention_layernorm.add(x_TE, residual_TE))
+
+
+class DecoderStack(Module):
+    """Embedding, layers and final norm."""
+
+    def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        layers = [DecoderLayer(config, window, parallel) for window in config.sliding_windows]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cos_sin_PR = cos_sin_PR
+        self.kv_shapes = [(layer.self_attn.num_kv_heads, config.head_dim, config.head_dim) for layer in layers]
+
+    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        x_TE = self.embed_tokens(inputs.token_ids_T)
+        residual_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
+            x_TE = layer(x_TE, residual_TE, inputs, self.cos_sin_PR, kv_cache)
+        return self.norm.add(x_TE, residual_TE)
+
+
+class Decoder(Module):
+    """A causal language model over a paged KV cache."""
+
+    def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel = ALONE) -> None:
+        super().__init__()
+        self.model = DecoderStack(config, cos_sin_PR, parallel)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel)
+        self.num_layers = config.num_layers
+        self.vocab_size = config.vocab_size
+        # parameters that are read from another's name
+        self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int, int]]:
+        """Return each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
+        return self.model.kv_shapes
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`.
+
+        `kv_caches` holds each layer's (k_cache_NKDP, v_cache_NKPD), in the model's dtype.
+        """
+        return self.model(inputs, kv_caches)
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return logits_SV, float32, of the given rows of `forward`'s result."""
+        return self.lm_head(hidden_SE)

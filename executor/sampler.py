@@ -1,0 +1,254 @@
+"""From logits to tokens. A row's result depends on nothing but the row: not on its neighbours, not on their number.
+
+The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; temperature; top_k;
+top_p (of what top_k left); min_p (of the likeliest token). Then one uniform number picks a token by inverse CDF, in
+the order of token ids. Among equals, the lower token id counts as the likelier.
+
+Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
+of a thread's share of an elementwise `exp` differently, but softmax, topk and cumsum work row by row. Logits that are
+not finite (a broken checkpoint, an overflow) are clamped and logged: the sequence ends as others do.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from executor.random_numbers import Purpose, uniform
+from executor.sequences import SequenceState
+from protocol.messages import Logprobs
+from protocol.sampling import SamplingParams
+
+# S rows, R some of them, V vocabulary, K candidates, B blocks of C tokens of the vocabulary
+
+logger = logging.getLogger(__name__)
+
+GREEDY_BELOW = 1e-5  # temperature; vLLM's border
+LARGEST_LOGIT = 1e30  # finite after division by the least temperature
+CANDIDATES = (64, 1024)  # how many of the likeliest tokens are tried before a row is sorted whole
+BLOCK = 256  # tokens
+
+
+def sample(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int], list[Logprobs | None]]:
+    """Return the next token of each row's sequence, and its log probabilities where they are wanted.
+
+    `logits_SV` is float32 and is overwritten.
+    """
+    _clamp_non_finite(logits_SV)
+    wanting = [row for row, seq in enumerate(sequences) if seq.sampling.num_logprobs is not None]
+    logprobs_RV = _select(logits_SV, wanting).log_softmax(-1) if wanting else None
+    for row, seq in enumerate(sequences):
+        if _is_edited(seq):
+            _edit(logits_SV[row], seq)
+    token_ids = _choose(logits_SV, sequences)
+    logprobs: list[Logprobs | None] = [None] * len(sequences)
+    if logprobs_RV is not None:
+        chosen = [token_ids[row] for row in wanting]
+        alternatives = [sequences[row].sampling.num_logprobs or 0 for row in wanting]
+        for row, entry in zip(wanting, token_logprobs(logprobs_RV, chosen, alternatives), strict=True):
+            logprobs[row] = entry
+    return token_ids, logprobs
+
+
+def log_probs(logits_RV: Tensor) -> Tensor:
+    """Return the log probabilities of the raw distribution; logits that are not finite are clamped in place."""
+    _clamp_non_finite(logits_RV)
+    return logits_RV.log_softmax(-1)
+
+
+def token_logprobs(logprobs_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[Logprobs]:
+    """Return the log probabilities of one token a row, with its rank and the row's likeliest tokens."""
+    token_ids_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]
+    chosen_R1 = logprobs_RV.gather(1, token_ids_R1)
+    ranks_R = ((logprobs_RV > chosen_R1).sum(-1) + 1).to(torch.int32)
+    values_RK, ids_RK = top_k(logprobs_RV, max(num_alternatives))
+    ids_RK = ids_RK.to(torch.int32)
+    chosen, ranks, values, ids = (t.numpy(force=True) for t in (chosen_R1, ranks_R, values_RK, ids_RK))
+    return [
+        Logprobs(k, chosen[row].tobytes(), ranks[row].tobytes(), ids[row, :k].tobytes(), values[row, :k].tobytes())
+        for row, k in enumerate(num_alternatives)
+    ]
+
+
+def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return each row's `k` highest scores (all, if there are fewer), descending, and their token ids.
+
+    Equal scores come in the order of their ids, also where only some of them fit.
+    """
+    k = min(k, scores_RV.shape[1])
+    # torch leaves the order of equals open; one score more shows a tie across the border.
+    values_RK, ids_RK = scores_RV.topk(min(k + 1, scores_RV.shape[1]))
+    tied_R = (values_RK[:, 1:] == values_RK[:, :-1]).any(-1)
+    values_RK, ids_RK = values_RK[:, :k], ids_RK[:, :k]
+    for row in tied_R.nonzero().flatten().tolist() if k else ():
+        candidates = (scores_RV[row] >= values_RK[row, -1]).nonzero().flatten()
+        order = scores_RV[row, candidates].sort(stable=True, descending=True).indices[:k]
+        ids_RK[row] = candidates[order]
+    return values_RK, ids_RK
+
+
+def _clamp_non_finite(logits_SV: Tensor) -> None:
+    """Clamp rows that have no finite maximum. A NaN makes its row's maximum NaN; a masked token (-inf) may stay."""
+    bad_S = ~logits_SV.amax(-1).isfinite()
+    if bad_S.any():
+        logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", int(bad_S.sum()))
+        logits_SV[bad_S] = logits_SV[bad_S].nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
+
+
+def _is_edited(seq: SequenceState) -> bool:
+    sampling = seq.sampling
+    return bool(sampling.logit_bias) or seq.num_output_tokens < sampling.min_tokens or seq.counts is not None
+
+
+def _edit(logits_V: Tensor, seq: SequenceState) -> None:
+    """Apply logit_bias, min_tokens and penalties in place."""
+    sampling = seq.sampling
+    if sampling.logit_bias:
+        ids, biases = zip(*sampling.logit_bias, strict=True)
+        logits_V[list(ids)] += torch.tensor(biases, dtype=torch.float32, device=logits_V.device)
+    if seq.num_output_tokens < sampling.min_tokens:
+        # A model's end-of-text id may lie beyond its vocabulary; it cannot be sampled then.
+        stops = [i for i in (*sampling.eos_token_ids, *sampling.stop_token_ids) if i < len(logits_V)]
+        logits_V[stops] = -LARGEST_LOGIT
+    if seq.counts is not None:
+        ids_N, counts_N = (tensor.to(logits_V.device) for tensor in seq.counts.tensors())
+        logits_V[ids_N] = _penalize(logits_V[ids_N], counts_N, sampling)
+
+
+def _penalize(logits_N: Tensor, counts_N: Tensor, sampling: SamplingParams) -> Tensor:
+    penalty = sampling.repetition_penalty
+    logits_N = torch.where(logits_N > 0, logits_N / penalty, logits_N * penalty)
+    logits_N -= sampling.frequency_penalty * counts_N
+    return logits_N - sampling.presence_penalty * (counts_N > 0)
+
+
+def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
+    greedy = [row for row, seq in enumerate(sequences) if _is_greedy(seq.sampling)]
+    drawn = [row for row, seq in enumerate(sequences) if not _is_greedy(seq.sampling)]
+    token_ids = [0] * len(sequences)
+    if greedy:
+        _place(token_ids, greedy, _argmax(_select(logits_SV, greedy)))
+    if drawn:
+        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), [sequences[row] for row in drawn]))
+    return token_ids
+
+
+def _select(tensor: Tensor, rows: list[int]) -> Tensor:
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _place(token_ids: list[int], rows: list[int], token_ids_R: Tensor) -> None:
+    for row, token_id in zip(rows, token_ids_R.tolist(), strict=True):
+        token_ids[row] = token_id
+
+
+def _argmax(logits_RV: Tensor) -> Tensor:
+    """Return each row's argmax, the first of equals. Maxima of blocks come first: torch vectorises amax, not argmax."""
+    if logits_RV.shape[1] % BLOCK:
+        return logits_RV.argmax(-1)
+    blocks_RBC = logits_RV.reshape(len(logits_RV), -1, BLOCK)
+    block_R = blocks_RBC.amax(-1).argmax(-1)
+    return block_R * BLOCK + _gather_blocks(blocks_RBC, block_R).argmax(-1)
+
+
+def _gather_blocks(blocks_RBC: Tensor, block_R: Tensor) -> Tensor:
+    return blocks_RBC[torch.arange(len(block_R), device=block_R.device), block_R]
+
+
+def _is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def _draw(logits_RV: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+    """Return a random token for each row; scales the logits in place."""
+    return _draw_rows(logits_RV, [seq.sampling for seq in sequences], _Draws.of(sequences, logits_RV.device))
+
+
+def _draw_rows(logits_RV: Tensor, samplings: Sequence[SamplingParams], draws: "_Draws") -> Tensor:
+    probs_RV = logits_RV.div_(draws.temperature_R1.float()).softmax(-1)
+    token_ids_R = torch.empty(len(samplings), dtype=torch.int64, device=logits_RV.device)
+    limited = [row for row, sampling in enumerate(samplings) if sampling.top_k or sampling.top_p < 1]
+    if free := sorted(set(range(len(samplings))).difference(limited)):
+        token_ids_R[free] = _draw_from_all(_select(probs_RV, free), draws.rows(free))
+    vocab_size = logits_RV.shape[1]
+    for num_candidates in (*(k for k in CANDIDATES if k < vocab_size), vocab_size):
+        if rows := [row for row in limited if samplings[row].top_k <= num_candidates or num_candidates == vocab_size]:
+            ids_RK = top_k(_select(logits_RV, rows), num_candidates)[1]
+            probs_RK = _select(probs_RV, rows).gather(1, ids_RK)
+            token_ids_R[rows], decided = _draw_from_candidates(probs_RK, ids_RK, draws.rows(rows), vocab_size)
+            limited = sorted(set(limited).difference(row for row, done in zip(rows, decided, strict=True) if done))
+    return token_ids_R
+
+
+class _Draws(NamedTuple):
+    """What each row's draw needs: float64, R x 1."""
+
+    temperature_R1: Tensor
+    top_k_R1: Tensor  # 0 is off
+    top_p_R1: Tensor
+    min_p_R1: Tensor
+    uniform_R1: Tensor
+
+    @classmethod
+    def of(cls, sequences: Sequence[SequenceState], device: torch.device) -> "_Draws":
+        values = [
+            (s.temperature, s.top_k, s.top_p, s.min_p, uniform(s.seed, seq.num_output_tokens, Purpose.SAMPLE))
+            for seq in sequences
+            for s in (seq.sampling,)
+        ]
+        return cls(*torch.tensor(values, dtype=torch.float64, device=device)[:, :, None].unbind(1))
+
+    def rows(self, rows: list[int]) -> "_Draws":
+        return _Draws(*(_select(tensor, rows) for tensor in self))
+
+
+def _draw_from_all(probs_RV: Tensor, draws: _Draws) -> Tensor:
+    """Return a token of each row from the whole vocabulary, less what min_p takes away.
+
+    Two levels, a block and then a token in it, cost one pass and keep the small sums in float64.
+    """
+    if draws.min_p_R1.any():
+        least_R1 = probs_RV.amax(-1, keepdim=True) * draws.min_p_R1
+        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
+    if probs_RV.shape[1] % BLOCK:
+        probs_RV = F.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
+    blocks_RBC = probs_RV.reshape(len(probs_RV), -1, BLOCK)
+    block_R, uniform_R1 = _invert(blocks_RBC.sum(-1).double(), draws.uniform_R1)
+    token_R, _ = _invert(_gather_blocks(blocks_RBC, block_R).double(), uniform_R1)
+    return block_R * BLOCK + token_R
+
+
+def _draw_from_candidates(
+    probs_RK: Tensor, ids_RK: Tensor, draws: _Draws, vocab_size: int
+) -> tuple[Tensor, list[bool]]:
+    """Return a token of each row's candidates, the likeliest first, and whether no other token could be drawn."""
+    probs_RK = probs_RK.double()
+    num_candidates = probs_RK.shape[1]
+    ranks_K = torch.arange(num_candidates, device=probs_RK.device)
+    has_top_k_R1 = draws.top_k_R1 > 0
+    probs_RK = torch.where(~has_top_k_R1 | (ranks_K < draws.top_k_R1), probs_RK, 0)
+    mass_RK = probs_RK.cumsum(-1)
+    whole_R1 = torch.where(has_top_k_R1, mass_RK[:, -1:], 1.0)
+    kept_RK = mass_RK - probs_RK < draws.top_p_R1 * whole_R1
+    kept_RK &= probs_RK >= draws.min_p_R1 * probs_RK[:, :1]
+    decided_R = has_top_k_R1[:, 0] | ~kept_RK[:, -1] | (num_candidates == vocab_size)
+    ids_RK, order_RK = ids_RK.sort(-1)
+    index_R, _ = _invert(torch.where(kept_RK, probs_RK, 0).gather(1, order_RK), draws.uniform_R1)
+    return ids_RK.gather(1, index_R[:, None])[:, 0], decided_R.tolist()
+
+
+def _invert(weights_RK: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index at which each row's cumulative weight passes `uniform` of the whole, never one of weight 0.
+
+    The second result is how far into that index's own weight it lies, again in [0, 1]. All are float64.
+    """
+    mass_RK = weights_RK.cumsum(-1)
+    target_R1 = uniform_R1 * mass_RK[:, -1:]
+    last_R1 = torch.searchsorted(mass_RK, mass_RK[:, -1:].contiguous())
+    index_R1 = torch.minimum(torch.searchsorted(mass_RK, target_R1, right=True), last_R1)
+    weight_R1 = weights_RK.gather(1, index_R1)
+    before_R1 = mass_RK.gather(1, index_R1) - weight_R1
+    return index_R1[:, 0], ((target_R1 - before_R1) / weight_R1).clamp(0, 1)

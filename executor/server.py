@@ -1,0 +1,209 @@
+"""The executor's side of the link: numbered steps in, results out, strictly in order.
+
+Nothing is negotiated on the hot path: the socket is polled, a step that is there is done, its result is sent.
+"""
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from executor.runner import ModelRunner
+from protocol.messages import (
+    ExecutorReady,
+    NeedInit,
+    Progress,
+    Step,
+    StepFailed,
+    StepResult,
+    Welcome,
+    decode_to_executor,
+    encode,
+)
+from protocol.sockets import connect_dealer, new_identity, try_send
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 0.5  # of ExecutorReady while idle, and of Progress
+NUM_KEPT_RESULTS = 4  # a scheduler has two steps in flight at most
+FAREWELL_MS = 1000  # for the last message to leave
+
+Socket = zmq.Socket[bytes]
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far the step that runs has come. The main thread writes, the reporter reads: either number may lag."""
+
+    step_id: int = 0
+    layers_done: int = 0
+
+    def count_layer(self, *_: object) -> None:
+        """Count one more layer; a forward hook of each."""
+        self.layers_done += 1
+
+
+class ProgressReporter(AbstractContextManager["ProgressReporter"]):
+    """A thread with a socket of its own that says every half second how far the step has come, whatever it does."""
+
+    def __init__(self, context: zmq.Context[Socket], address: str, incarnation: str, progress: StepProgress) -> None:
+        self._socket = connect(context, address, new_identity())
+        self._incarnation = incarnation
+        self._progress = progress
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> "ProgressReporter":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._socket as socket:
+            while not self._ended.wait(INTERVAL_S):
+                progress = self._progress
+                try_send(socket, [encode(Progress(self._incarnation, progress.step_id, progress.layers_done))])
+
+
+class Server:
+    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor."""
+
+    def __init__(
+        self,
+        socket: Socket,
+        runner: ModelRunner,
+        description: ExecutorReady,
+        progress: StepProgress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._socket = socket
+        self._runner = runner
+        self._description = description
+        self._progress = progress
+        self._clock = clock
+        self._scheduler_incarnation = ""
+        self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
+        self._next_step_id = 1
+        self._last_step_id = 0
+        self._results: OrderedDict[int, bytes] = OrderedDict()
+        self._idle_since_s = clock()
+        self._ready_due_s = clock()
+
+    def run(self) -> None:
+        """Serve for ever. Raises what a step raised, after the scheduler was told."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Take one message, or wait for one until ExecutorReady is due again."""
+        self._say_ready_if_due()
+        if self._socket.poll(max(0, round(1000 * (self._ready_due_s - self._clock())))):
+            self._take(self._socket.recv())
+
+    def _say_ready_if_due(self) -> None:
+        if self._clock() < self._ready_due_s:
+            return
+        ready = msgspec.structs.replace(
+            self._description, scheduler_incarnation=self._scheduler_incarnation, last_step_id=self._last_step_id
+        )
+        self._send(encode(ready))
+        self._ready_due_s = self._clock() + INTERVAL_S
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            message = decode_to_executor(frame)
+        except msgspec.MsgspecError as error:
+            logger.warning("dropped a message that is none: %s", error)
+            return
+        if message.executor_incarnation != self._description.executor_incarnation:
+            logger.debug("dropped a %s for another life of this executor", type(message).__name__)
+            return
+        match message:
+            case Welcome():
+                self._on_welcome(message)
+            case Step() if message.scheduler_incarnation == self._scheduler_incarnation:
+                self._on_step(message)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        """Follow a new scheduler, or learn which step comes next: never one that is done already."""
+        incarnation = welcome.scheduler_incarnation
+        if incarnation in self._retired_incarnations:
+            return
+        if incarnation != self._scheduler_incarnation:
+            logger.info("welcomed by scheduler %s", incarnation)
+            self._retired_incarnations.add(self._scheduler_incarnation)
+            self._scheduler_incarnation = incarnation
+            self._next_step_id, self._last_step_id = welcome.next_step_id, 0
+            self._results.clear()
+            self._runner.reset()
+        self._next_step_id = max(self._next_step_id, welcome.next_step_id)
+
+    def _on_step(self, step: Step) -> None:
+        if step.step_id in self._results:
+            self._send(self._results[step.step_id])
+        elif step.step_id == self._next_step_id:
+            self._do(step)
+
+    def _do(self, step: Step) -> None:
+        started_s = self._clock()
+        waited_s = started_s - self._idle_since_s
+        self._progress.step_id, self._progress.layers_done = step.step_id, 0
+        try:
+            outcome = self._runner.run(step)
+        except Exception as error:
+            self._socket.set(zmq.LINGER, FAREWELL_MS)
+            self._send(encode(_failure(step, error)))
+            raise
+        self._idle_since_s = self._clock()
+        if isinstance(outcome, NeedInit):
+            self._send(encode(outcome))  # the step stays the next one, until a Welcome names another
+        else:
+            busy_s = self._idle_since_s - started_s
+            self._finish(msgspec.structs.replace(outcome, busy_s=busy_s, waited_s=waited_s))
+        self._ready_due_s = self._idle_since_s + INTERVAL_S
+
+    def _finish(self, result: StepResult) -> None:
+        frame = encode(result)
+        self._results[result.step_id] = frame
+        if len(self._results) > NUM_KEPT_RESULTS:
+            self._results.popitem(last=False)
+        self._last_step_id = result.step_id
+        self._next_step_id = result.step_id + 1
+        self._send(frame)
+
+    def _send(self, frame: bytes) -> None:
+        """Send; what cannot leave now is lost, and asked for again."""
+        try_send(self._socket, [frame])
+
+
+def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Socket:
+    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first."""
+    socket = context.socket(zmq.DEALER)
+    socket.set(zmq.IMMEDIATE, 1)
+    return connect_dealer(socket, address, incarnation)
+
+
+def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress) -> None:
+    """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        socket = connect(context, address, description.executor_incarnation)
+        with ProgressReporter(context, address, description.executor_incarnation, progress):
+            Server(socket, runner, description, progress).run()
+    finally:
+        context.destroy()
+
+
+def _failure(step: Step, error: Exception) -> StepFailed:
+    text = f"{type(error).__name__}: {error}"
+    return StepFailed(step.scheduler_incarnation, step.executor_incarnation, step.step_id, text)

@@ -1,0 +1,87 @@
+"""The HTTP application as a value: routes, middleware and what they share are all made here."""
+
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.auth import Authentication
+from gateway.chat import chat_completions
+from gateway.completions import completions
+from gateway.engine import Engine, scheduler_clients
+from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
+from gateway.metrics import CountRequests, Metrics, SchedulerCollector, show_metrics
+from gateway.model_files import read_model_files
+from gateway.models import list_models, show_model
+from gateway.service import Service
+from protocol import __version__
+from protocol.config import Config
+
+KEEP_ALIVE_S = 10.0
+
+Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, Service]]]
+
+
+async def health(request: Request) -> Response:
+    """200 only while a request could make progress."""
+    service: Service = request.state.service
+    if service.engine.healthy:
+        return Response(b'{"status":"ok"}', media_type="application/json")
+    return error_response(unavailable("no scheduler makes progress"))
+
+
+async def version(request: Request) -> Response:
+    answer = {"version": __version__}
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+ROUTES = [
+    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/models", list_models),
+    Route("/v1/models/{id:path}", show_model),
+    Route("/health", health),
+    Route("/version", version),
+    Route("/metrics", show_metrics),
+]
+
+
+def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+    """Return the application that serves the model directory `config.model` through `config.schedulers`.
+
+    A stream that is silent for `keep_alive_s` seconds gets a comment. Raises ValueError if the directory cannot be
+    used. Nothing is connected before the application's lifespan begins.
+    """
+    model_names = config.served_model_name or (config.model,)
+    metrics = Metrics(model_names[0])
+    app = Starlette(
+        routes=ROUTES,
+        middleware=[
+            Middleware(CountRequests, metrics=metrics, routes=ROUTES),
+            Middleware(Authentication, keys=config.api_key),
+        ],
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=_lifespan(config, model_names, metrics, keep_alive_s),
+    )
+    app.router.redirect_slashes = False  # a redirect names a host that a proxy's client cannot reach
+    return app
+
+
+def _lifespan(config: Config, model_names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
+    files = read_model_files(config)
+    seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
+        async with Engine(scheduler_clients(config), files.tokenizer) as engine:
+            metrics.registry.register(SchedulerCollector(engine, model_names[0]))
+            yield {"service": Service(model_names, files, engine, metrics, seeds, keep_alive_s)}
+        files.tokenizer.close()
+
+    return lifespan

@@ -1,0 +1,61 @@
+"""Bearer keys: with keys set, every path but a short public list needs one; who sent it becomes the tenant."""
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.errors import RequestError, error_response
+
+PUBLIC_PATHS = frozenset({"/health"})
+
+
+def tenant_of(key: bytes) -> str:
+    """Return the name under which a key's work is known to the scheduler: the key itself never travels."""
+    return hashlib.sha256(b"octavo tenant\0" + key).hexdigest()[:16]
+
+
+class Authentication:
+    """ASGI middleware that answers 401, or sets `request.state.tenant` ("" while no keys are set)."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+        self.tenants = [tenant_of(key) for key in self.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        tenant = self._tenant(scope)
+        if tenant is None:
+            await error_response(_refusal(scope))(scope, receive, send)
+            return
+        scope["state"]["tenant"] = tenant
+        await self.app(scope, receive, send)
+
+    def _tenant(self, scope: Scope) -> str | None:
+        if not self.keys:
+            return ""
+        given = _bearer_token(scope)
+        # Every key is compared, so that the time says nothing of which one was close.
+        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        if given and any(matches):
+            return self.tenants[matches.index(True)]
+        return "" if scope["path"] in PUBLIC_PATHS else None
+
+
+def _bearer_token(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, token = value.partition(b" ")
+            return token.strip() if scheme.lower() == b"bearer" else b""
+    return b""
+
+
+def _refusal(scope: Scope) -> RequestError:
+    given = _bearer_token(scope)
+    message = "the API key is not known" if given else "an API key is needed: send Authorization: Bearer KEY"
+    code = "invalid_api_key" if given else "missing_api_key"
+    return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,120 @@
+"""The body of a request: read within a limit, decoded into a Struct, and what is wrong with it said in plain words."""
+
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from gateway.errors import RequestError
+from protocol.config import nearest
+
+MAX_BODY_BYTES = 64 << 20
+MAX_EXPLAINED_BYTES = 4 << 20  # the explaining second parse holds the event loop
+
+JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body. Raises RequestError (413, 415) if it is too large or compressed."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise RequestError(f"content-encoding {encoding} is not supported", status=415, code="unsupported_encoding")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
+        raise _too_large()
+    chunks, num_bytes = [], 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        if num_bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:
+    """Return the Struct in `body`. Raises RequestError that names the field, or the place in malformed JSON."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), decoder.type) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+
+
+def _too_large() -> RequestError:
+    return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="body_too_large")
+
+
+def _invalid(complaint: str, kind: Any) -> RequestError:
+    """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
+    reason, _, path = complaint.partition(" - at ")
+    param = re.sub(r"^.*?\$\.?", "", path.strip("`"))
+    if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
+        name = _join(param, missing[1])
+        return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", reason, re.DOTALL):
+        name = _join(param, unknown[1])
+        known = [field.name for field in msgspec.structs.fields(kind)]
+        return RequestError(
+            f"{name!r} is not a field here{nearest(unknown[1], known)}", param=name, code="unknown_parameter"
+        )
+    if value := re.fullmatch(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
+        return RequestError(f"{param} cannot be {value[1]}", param=param, code="unsupported_value")
+    words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)
+    subject = param or "the body"
+    return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code="invalid_type")
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _in_json_words(types: str) -> str:
+    return " or ".join(JSON_NAMES.get(name, name) for name in types.split(" | "))
+
+
+def _malformed(body: bytes, complaint: str) -> RequestError:
+    if not body.strip():
+        return RequestError("the body is empty: it must be a JSON object", code="invalid_json")
+    if len(body) > MAX_EXPLAINED_BYTES:
+        return RequestError(f"the body is not valid JSON: {complaint}", code="invalid_json")
+    try:
+        text = body.decode()
+    except UnicodeDecodeError as error:
+        return RequestError(f"the body must be JSON in UTF-8: byte {error.start} is neither", code="invalid_json")
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        return RequestError(_explain(text, error), code="invalid_json")
+    except (ValueError, RecursionError) as error:
+        return RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
+    if param := _find_not_finite(value, ""):
+        return RequestError(f"{param}: NaN and Infinity are not valid JSON", param=param, code="invalid_json")
+    # What the standard library takes and msgspec does not.
+    return RequestError("the body has a \\u escape that is half of a surrogate pair", code="invalid_json")
+
+
+def _explain(text: str, error: json.JSONDecodeError) -> str:
+    message = f"the body is not valid JSON: {error.msg.lower()} at line {error.lineno} column {error.colno}"
+    rest = text[error.pos : error.pos + 2]
+    if rest.startswith("#") or rest in ("//", "/*"):
+        message += " (JSON has no comments)"
+    return message
+
+
+def _find_not_finite(value: Any, path: str) -> str:
+    """Return the path of the first number in `value` that is NaN or infinite, or nothing."""
+    if isinstance(value, float):
+        return "" if math.isfinite(value) else path or "the body"
+    if isinstance(value, dict):
+        return next((p for key, item in value.items() if (p := _find_not_finite(item, _join(path, key)))), "")
+    if isinstance(value, list):
+        return next((p for i, item in enumerate(value) if (p := _find_not_finite(item, f"{path}[{i}]"))), "")
+    return ""

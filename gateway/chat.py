@@ -1,0 +1,165 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.body import decode_body, read_body
+from gateway.chat_template import ChatTemplateError
+from gateway.choices import Choices, Whole, generation_requests
+from gateway.engine import Delta, TokenLogprob
+from gateway.errors import RequestError
+from gateway.logprobs import chat_logprobs
+from gateway.openai_responses import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    encode,
+)
+from gateway.openai_types import ChatRequest, chat_decoder, check_common, refuse_unsupported
+from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params
+from gateway.service import Service, new_response_id, unless_client_leaves
+from gateway.sse import DONE, ChunkWriter, EventStream
+from protocol.messages import Ready
+from protocol.sampling import SamplingParams
+
+
+async def chat_completions(request: Request) -> Response:
+    arrived_s = time.perf_counter()
+    body = decode_body(chat_decoder, await read_body(request))
+    check_common(body)
+    check_chat(body)
+    return await unless_client_leaves(request, _answer(request.state.service, request.state.tenant, body, arrived_s))
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raise RequestError for what the types alone cannot say about a chat request."""
+    for index, message in enumerate(body.messages):
+        refuse_unsupported(message, f"messages[{index}].")
+        if message.content is None and message.role != "assistant":
+            name = f"messages[{index}].content"
+            raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    if body.add_generation_prompt and body.continue_final_message:
+        complaint = "continue_final_message and add_generation_prompt exclude each other"
+        raise RequestError(complaint, param="continue_final_message", code="invalid_value")
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        complaint = "max_tokens and max_completion_tokens mean the same: they must agree"
+        raise RequestError(complaint, param="max_tokens", code="invalid_value")
+
+
+async def _answer(service: Service, tenant: str, body: ChatRequest, arrived_s: float) -> Response:
+    model, ready = service.model_name(body.model), service.ready()
+    token_ids = await _encode_messages(service, body, ready)
+    sampling = _sampling(service, body, ready, len(token_ids))
+    response_id = new_response_id("chatcmpl")
+    requests = generation_requests(body, response_id, tenant, [token_ids], [sampling])
+    choices = await Choices.start(service.engine, requests, n=body.n or 1, metrics=service.metrics, arrived_s=arrived_s)
+    renderer = _Renderer(service, body, response_id, model, ready.model_fingerprint)
+    if body.stream:
+        return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
+    try:
+        return Response(encode(await renderer.whole(choices)), media_type="application/json")
+    finally:
+        choices.close()
+
+
+async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) -> list[int]:
+    messages = [
+        {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+        for message in body.messages
+    ]
+    continues = bool(body.continue_final_message)
+    prompts_answer = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    check_text_length(sum(len(message["content"]) for message in messages), ready.max_model_len, "messages")
+    try:
+        chat = await asyncio.to_thread(
+            service.files.chat_template.render,
+            messages,
+            add_generation_prompt=prompts_answer,
+            continue_final_message=continues,
+            template_kwargs=body.chat_template_kwargs,
+        )
+        return await service.files.tokenizer.encode_chat(chat)
+    except ChatTemplateError as error:
+        param = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
+        raise RequestError(str(error), param=param, code="invalid_value") from None
+
+
+def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
+    asked, asked_by = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, asked_by = body.max_tokens, "max_tokens"
+    if asked == 0:
+        raise RequestError(f"{asked_by} must be at least 1", param=asked_by, code="invalid_value")
+    defaults = service.files.sampling_defaults
+    max_tokens = resolve_max_tokens(
+        asked,
+        defaults.max_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=ready.max_model_len,
+        asked_by=asked_by,
+        prompt_is="messages",
+    )
+    return sampling_params(
+        body,
+        defaults,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=service.files.eos_token_ids,
+        max_tokens=max_tokens,
+        seed=service.seed(body),
+        num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+class _Renderer:
+    """Writes the answer to one request, in one piece or in chunks."""
+
+    def __init__(self, service: Service, body: ChatRequest, response_id: str, model: str, fingerprint: str) -> None:
+        self._tokenizer = service.files.tokenizer
+        self._logprobs_wanted = bool(body.logprobs)
+        self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
+
+    async def whole(self, choices: Choices) -> ChatCompletion:
+        wholes = [self._choice(index, whole) for index, whole in enumerate(await choices.collect())]
+        return ChatCompletion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
+
+    def _choice(self, index: int, whole: Whole) -> ChatChoice:
+        logprobs = self._logprobs(whole.logprobs)
+        return ChatChoice(index, ChatAnswer(whole.text), logprobs, whole.finish_reason, whole.stop_reason)
+
+    async def events(self, choices: Choices) -> AsyncIterator[bytes]:
+        writer = ChunkWriter(self._head(), usage=self._usage_wanted, encode=encode)
+        begun: set[int] = set()
+        async for index, delta in choices:
+            if index not in begun:
+                begun.add(index)
+                yield writer.choice(ChatChunkChoice(index, ChatDelta("", "assistant")))
+            yield writer.choice(self._chunk(index, delta))
+        if self._usage_wanted:
+            yield writer.usage(choices.usage())
+        yield DONE
+
+    def _chunk(self, index: int, delta: Delta) -> ChatChunkChoice:
+        logprobs = self._logprobs(delta.logprobs or [])
+        return ChatChunkChoice(index, ChatDelta(delta.text), logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(logprobs, self._tokenizer) if self._logprobs_wanted else None
+
+    def _head(self) -> dict[str, str | int]:
+        return {
+            "id": self._id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }

@@ -1,0 +1,181 @@
+"""Messages to the text of a prompt, by the template that came with the model."""
+
+import logging
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+from jinja2 import TemplateError, TemplateSyntaxError
+
+# What a template may see under these names is not for a request to say.
+RESERVED_NAMES = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
+        "raise_exception", "return_assistant_tokens_mask", "strftime_now", "tokenize", "tools",
+    }
+)  # fmt: skip
+# How a template fails on messages that it was not written for, beside its own raise_exception.
+TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+
+
+class ChatTemplateError(ValueError):
+    """These messages cannot be rendered: the template's own words, for the client (400)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """A prompt in which control tokens that the messages contained are placeholders, if there were any."""
+
+    text: str
+    placeholders: Mapping[str, str]  # placeholder: what it stands for
+
+
+class ChatTemplate:
+    """Renders conversations with transformers' own renderer, which is the one that templates are written for."""
+
+    def __init__(
+        self, source: str | None, special_tokens: Mapping[str, str], control_tokens: Sequence[str] = ()
+    ) -> None:
+        """`source` None: the model has no template, and every `render` says so.
+
+        `special_tokens` are what templates see (bos_token, ...), `control_tokens` what messages may not forge.
+        Raises ValueError if the template is not valid Jinja.
+        """
+        self._source, self._special_tokens = source, dict(special_tokens)
+        self._names = _free_names(source) - RESERVED_NAMES - special_tokens.keys() if source else frozenset()
+        self._knows_developer = source is not None and "developer" in source
+        self._render = _renderer() if source else None
+        self._placeholders = _Placeholders(control_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> RenderedChat:
+        """Return the prompt of `messages` (content: a string, text parts or None). CPU work: call it in a thread.
+
+        `template_kwargs` may name what the template reads and the server does not set. Raises ChatTemplateError.
+        """
+        if self._source is None or self._render is None:
+            raise ChatTemplateError("this model has no chat template: use /v1/completions")
+        if add_generation_prompt and continue_final_message:
+            raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
+        self._check_kwargs(template_kwargs or {})
+        plain = [self._plain(message) for message in messages]
+        (plain, tools, template_kwargs), placeholders = self._placeholders.hide((plain, tools, template_kwargs or {}))
+        try:
+            [text], _ = self._render(
+                [plain],
+                tools=tools,
+                chat_template=self._source,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **self._special_tokens,
+                **template_kwargs,
+            )
+        except TEMPLATE_FAILURES as error:
+            reason = _show(str(error) or type(error).__name__, placeholders)
+            raise ChatTemplateError(f"the chat template does not take these messages: {reason}") from None
+        return RenderedChat(text, placeholders)
+
+    def _check_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        for name in template_kwargs:
+            if name not in self._names:
+                known = f"it knows {', '.join(sorted(self._names))}" if self._names else "it knows none"
+                raise ChatTemplateError(f"the chat template does not take {name!r} from a request: {known}")
+
+    def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `message` with its content as one string, which every template takes."""
+        content = message.get("content")
+        if isinstance(content, (list, tuple)):
+            content = "".join(_part_text(part) for part in content)
+        role = message.get("role")
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        return {**message, "role": role, "content": "" if content is None else content}
+
+
+class _Placeholders:
+    """Stand-ins for control tokens in what users wrote, so that the text shows who wrote a control token."""
+
+    def __init__(self, control_tokens: Sequence[str]) -> None:
+        nonce = secrets.token_hex(8)
+        self._of = {token: f"control{nonce}n{index}e" for index, token in enumerate(control_tokens)}
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def hide(self, value: Any) -> tuple[Any, dict[str, str]]:
+        """Return `value` with control tokens replaced in all its strings, and what each placeholder stands for."""
+        used: dict[str, str] = {}
+
+        def replace(match: re.Match[str]) -> str:
+            placeholder = self._of[match[0]]
+            used[placeholder] = match[0]
+            return placeholder
+
+        return _map_strings(value, lambda text: self._pattern.sub(replace, text)), used
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {_map_strings(key, change): _map_strings(item, change) for key, item in value.items()}
+        case list():
+            return [_map_strings(item, change) for item in value]
+        case tuple():
+            return tuple(_map_strings(item, change) for item in value)
+        case _:
+            return value
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise ChatTemplateError(f"content parts of type {kind!r} are not supported: this model takes text")
+
+
+def _show(text: str, placeholders: Mapping[str, str]) -> str:
+    for placeholder, token in placeholders.items():
+        text = text.replace(placeholder, token)
+    return text
+
+
+def _free_names(source: str) -> frozenset[str]:
+    """Return the variables that a template reads and does not set. Raises ValueError if it is not valid Jinja."""
+    environment = jinja2.Environment(extensions=[jinja2.ext.loopcontrols])
+    without_generation_tags = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
+    try:
+        names = jinja2.meta.find_undeclared_variables(environment.parse(without_generation_tags))
+    except TemplateSyntaxError as error:
+        raise ValueError(f"the model's chat template is not valid: line {error.lineno}: {error.message}") from None
+    return frozenset(names - environment.globals.keys())
+
+
+def _renderer() -> Callable[..., tuple[list[str], list[object]]]:
+    """Import transformers' renderer, here because it takes half a second, without its notice that torch is absent."""
+    notices = logging.getLogger("transformers")
+    notices.addFilter(_is_not_about_torch)
+    try:
+        from transformers.utils.chat_template_utils import render_jinja_template
+    finally:
+        notices.removeFilter(_is_not_about_torch)
+    render: Callable[..., tuple[list[str], list[object]]] = render_jinja_template
+    return render
+
+
+def _is_not_about_torch(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")

@@ -1,0 +1,160 @@
+"""The generations of one HTTP request: started together or not at all, read as one stream, ended together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from gateway.engine import Delta, Engine, Generation, GenerationRequest, Overloaded, Refused, TokenLogprob, Unavailable
+from gateway.errors import RequestError, overloaded, unavailable
+from gateway.metrics import Metrics, Observation
+from gateway.openai_responses import PromptTokensDetails, Usage
+from gateway.openai_types import CommonRequest, stop_strings
+from gateway.sampling import for_choice
+from protocol.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Whole:
+    """A choice that is complete: its deltas put together."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+
+
+class Choices:
+    """What `start` returns: every choice is admitted. Iterating gives (choice, Delta), as they come.
+
+    Iterating raises RequestError if one of them fails; `close`, idempotent, aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        requests: Sequence[GenerationRequest],
+        observations: Sequence[Observation],
+        n: int,
+    ) -> None:
+        self._generations = generations
+        self._observations = observations
+        # The prompt of n choices counts once, and so does what the first of them found in the cache.
+        self._counted = range(0, len(generations), n)
+        self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._counted)
+        self._num_cached_tokens = 0
+        self._num_completion_tokens = 0
+
+    @classmethod
+    async def start(
+        cls, engine: Engine, requests: Sequence[GenerationRequest], *, n: int, metrics: Metrics, arrived_s: float
+    ) -> "Choices":
+        """Return the choices of `requests`, n a prompt, once all are admitted; `arrived_s` is a `perf_counter`.
+
+        Raises RequestError if one is not (429, 503 or 400): then none is left running.
+        """
+        try:
+            generations = await _start_all(engine, requests)
+        except Overloaded as error:
+            raise overloaded(error.reason, error.retry_after_s) from None
+        except Unavailable as error:
+            raise unavailable(error.reason) from None
+        except Refused as error:
+            raise RequestError(error.reason, code="refused") from None
+        return cls(generations, requests, [Observation(metrics, arrived_s) for _ in requests], n)
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        async for index, delta in _merged(self._generations):
+            self._observations[index].see(delta)
+            self._num_completion_tokens += len(delta.token_ids)
+            if index in self._counted and delta.finish_reason:
+                self._num_cached_tokens += delta.num_cached_tokens
+            if delta.finish_reason in ("error", "abort"):
+                message = delta.error or "the generation was ended by the server"
+                raise RequestError(message, status=500, code="generation_failed")
+            yield index, delta
+
+    async def collect(self) -> list[Whole]:
+        """Return all choices, complete."""
+        wholes = [Whole() for _ in self._generations]
+        texts: list[list[str]] = [[] for _ in wholes]
+        async for index, delta in self:
+            whole = wholes[index]
+            texts[index].append(delta.text)
+            whole.token_ids += delta.token_ids
+            whole.logprobs += delta.logprobs or []
+            whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
+            whole.finish_reason = delta.finish_reason or whole.finish_reason
+            whole.stop_reason = delta.stop_reason if delta.finish_reason else whole.stop_reason
+        for whole, parts in zip(wholes, texts, strict=True):
+            whole.text = "".join(parts)
+        return wholes
+
+    def usage(self) -> Usage:
+        """Return what was used, once every choice has ended."""
+        num_tokens = self._num_prompt_tokens + self._num_completion_tokens
+        details = PromptTokensDetails(self._num_cached_tokens)
+        return Usage(self._num_prompt_tokens, self._num_completion_tokens, num_tokens, details)
+
+    def close(self) -> None:
+        for generation, observation in zip(self._generations, self._observations, strict=True):
+            generation.close()
+            observation.end("abort")
+
+
+def generation_requests(
+    body: CommonRequest,
+    response_id: str,
+    tenant: str,
+    prompts: Sequence[list[int]],
+    samplings: Sequence[SamplingParams],
+) -> list[GenerationRequest]:
+    """Return what to start for the choices of a request, n a prompt, in the order of their indexes."""
+    n = body.n or 1
+    return [
+        GenerationRequest(
+            request_id=f"{response_id}-{index * n + choice}",
+            prompt_token_ids=token_ids,
+            sampling=for_choice(sampling, choice),
+            stop=stop_strings(body),
+            include_stop_str_in_output=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            tenant=tenant,
+            cache_salt=body.cache_salt or "",
+        )
+        for index, (token_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        for choice in range(n)
+    ]
+
+
+async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    starting = [asyncio.create_task(engine.start(request)) for request in requests]
+    try:
+        return list(await asyncio.gather(*starting))
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(outcome, Generation):
+                outcome.close()
+        raise
+
+
+async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
+    if len(generations) == 1:
+        async for delta in generations[0]:
+            yield 0, delta
+        return
+    pending = {asyncio.ensure_future(anext(generation)): index for index, generation in enumerate(generations)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=pending.__getitem__):
+                index, delta = pending.pop(task), task.result()
+                if not delta.finish_reason:
+                    pending[asyncio.ensure_future(anext(generations[index]))] = index
+                yield index, delta
+    finally:
+        for task in pending:
+            task.cancel()

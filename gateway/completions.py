@@ -1,0 +1,207 @@
+"""POST /v1/completions."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.body import decode_body, read_body
+from gateway.choices import Choices, Whole, generation_requests
+from gateway.engine import Delta, TokenLogprob
+from gateway.errors import RequestError
+from gateway.logprobs import CompletionLogprobsWriter, joined
+from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode
+from gateway.openai_types import MAX_CHOICES, CompletionRequest, check_common, completion_decoder
+from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params
+from gateway.service import Service, new_response_id, unless_client_leaves
+from gateway.sse import DONE, ChunkWriter, EventStream
+from protocol.messages import Ready
+from protocol.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    text: str | None  # None: it was given as ids
+    token_ids: list[int]
+
+
+async def completions(request: Request) -> Response:
+    arrived_s = time.perf_counter()
+    body = decode_body(completion_decoder, await read_body(request))
+    check_common(body)
+    return await unless_client_leaves(request, _answer(request.state.service, request.state.tenant, body, arrived_s))
+
+
+async def _answer(service: Service, tenant: str, body: CompletionRequest, arrived_s: float) -> Response:
+    model, ready, n = service.model_name(body.model), service.ready(), body.n or 1
+    given = split_prompts(body.prompt)
+    if len(given) * n > MAX_CHOICES:
+        message = f"{len(given)} prompts with n {n} make more than {MAX_CHOICES} choices"
+        raise RequestError(message, param="n" if n > 1 else "prompt", code="invalid_value")
+    prompts = await asyncio.gather(*(_encode_prompt(service, body, ready, prompt) for prompt in given))
+    seed, response_id = service.seed(body), new_response_id("cmpl")
+    samplings = [_sampling(service, body, ready, len(prompt.token_ids), seed) for prompt in prompts]
+    requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
+    choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
+    by_choice = [prompts[index // n] for index in range(len(requests))]
+    renderer = _Renderer(service, body, by_choice, response_id, model, ready.model_fingerprint)
+    if body.stream:
+        return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
+    try:
+        return Response(encode(await renderer.whole(choices)), media_type="application/json")
+    finally:
+        choices.close()
+
+
+def split_prompts(prompt: Any) -> list[str | list[int]]:
+    """Return the prompts in a string, a list of strings, a list of token ids or a list of such lists.
+
+    Raises RequestError that names the place of what is none of these.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise _wrong_prompt("prompt")
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt", code="invalid_value")
+    if type(prompt[0]) is int:
+        return [_integers(prompt, "prompt")]
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind or kind not in (str, list):
+            raise _wrong_prompt(f"prompt[{index}]")
+    return prompt if kind is str else [_integers(item, f"prompt[{i}]") for i, item in enumerate(prompt)]
+
+
+def _integers(items: list[Any], path: str) -> list[int]:
+    if not items:
+        raise RequestError(f"{path} is empty", param=path, code="invalid_value")
+    if set(map(type, items)) != {int}:
+        index = next(index for index, item in enumerate(items) if type(item) is not int)
+        raise _wrong_prompt(f"{path}[{index}]")
+    return items
+
+
+def _wrong_prompt(path: str) -> RequestError:
+    message = f"{path}: a prompt is a string, a list of strings, a list of token ids or a list of such lists"
+    return RequestError(message, param=path, code="invalid_type")
+
+
+async def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready, prompt: str | list[int]) -> Prompt:
+    if isinstance(prompt, list):
+        check_token_ids(prompt, ready.vocab_size, "prompt")
+        return Prompt(None, prompt)
+    check_text_length(len(prompt), ready.max_model_len, "prompt")
+    token_ids = await service.files.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    if not token_ids:
+        raise RequestError("prompt is empty", param="prompt", code="invalid_value")
+    return Prompt(prompt, token_ids)
+
+
+def _sampling(
+    service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int, seed: int
+) -> SamplingParams:
+    if body.max_tokens == 0 and not body.echo:
+        raise RequestError("max_tokens must be at least 1 (0 needs echo)", param="max_tokens", code="invalid_value")
+    defaults = service.files.sampling_defaults
+    max_tokens = resolve_max_tokens(
+        body.max_tokens,
+        DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        max_model_len=ready.max_model_len,
+        asked_by="max_tokens",
+        prompt_is="prompt",
+    )
+    return sampling_params(
+        body,
+        defaults,
+        vocab_size=ready.vocab_size,
+        eos_token_ids=service.files.eos_token_ids,
+        max_tokens=max_tokens,
+        seed=seed,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=body.logprobs if body.echo else None,
+    )
+
+
+class _Renderer:
+    """Writes the answer to one request, in one piece or in chunks. `prompts` has one entry a choice."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        prompts: Sequence[Prompt],
+        response_id: str,
+        model: str,
+        fingerprint: str,
+    ) -> None:
+        self._tokenizer = service.files.tokenizer
+        self._prompts = prompts if body.echo else None
+        self._skip_special_tokens = body.skip_special_tokens is not False
+        self._logprobs_wanted = body.logprobs is not None
+        self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
+        self._logprobs_writers = [
+            CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=self._skip_special_tokens)
+            for _ in prompts
+        ]
+
+    async def whole(self, choices: Choices) -> Completion:
+        wholes = [self._choice(index, whole) for index, whole in enumerate(await choices.collect())]
+        return Completion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
+
+    def _choice(self, index: int, whole: Whole) -> CompletionChoice:
+        echoed = self._echo(index, whole.prompt_logprobs)
+        text, logprobs = whole.text, self._logprobs(index, whole.token_ids, whole.logprobs)
+        if echoed:
+            text = echoed.text + text
+            logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs
+        return CompletionChoice(index, text, logprobs, whole.finish_reason, whole.stop_reason)
+
+    async def events(self, choices: Choices) -> AsyncIterator[bytes]:
+        head = {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+        writer = ChunkWriter(head, usage=self._usage_wanted, encode=encode)
+        begun: set[int] = set()
+        async for index, delta in choices:
+            if index not in begun:
+                begun.add(index)
+                if echoed := self._echo(index, delta.prompt_logprobs):
+                    yield writer.choice(echoed)
+            if delta.text or delta.token_ids or delta.finish_reason:
+                yield writer.choice(self._chunk(index, delta))
+        if self._usage_wanted:
+            yield writer.usage(choices.usage())
+        yield DONE
+
+    def _chunk(self, index: int, delta: Delta) -> CompletionChoice:
+        logprobs = self._logprobs(index, delta.token_ids, delta.logprobs or [])
+        return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _echo(self, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> CompletionChoice | None:
+        """Return the chunk that repeats the prompt, if it is wanted."""
+        if self._prompts is None:
+            return None
+        prompt = self._prompts[index]
+        text = prompt.text
+        if text is None:
+            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
+        logprobs = self._logprobs(index, prompt.token_ids, prompt_logprobs or [])
+        return CompletionChoice(index, text, logprobs)
+
+    def _logprobs(
+        self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprob | None]
+    ) -> CompletionLogprobs | None:
+        return self._logprobs_writers[index].write(token_ids, logprobs) if self._logprobs_wanted else None

@@ -1,0 +1,53 @@
+"""What a generation gives, piece by piece."""
+
+from array import array
+from dataclasses import dataclass, field
+
+from protocol.messages import Logprobs, unpack_ids
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log probability of one token, its rank (1 is the likeliest) and the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new: text that cannot change any more, and the tokens whose text is out (or which have none).
+
+    Every Delta has text, `prompt_logprobs` or a `finish_reason` ("stop", "length", "abort" or "error"); the last one,
+    and only it, has a `finish_reason`. Tokens without text come with the next text. `stop_reason` is the stop string
+    or the user's stop token id that ended it. `prompt_logprobs` (one entry a prompt token, the first None) comes once,
+    with the first Delta, if asked for. Usage is the sum of `len(token_ids)`.
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0  # of the prompt
+    error: str | None = None
+
+
+def token_logprobs(token_ids: "list[int] | array[int]", packed: Logprobs) -> list[TokenLogprob]:
+    """Return one TokenLogprob for each of `token_ids`."""
+    width = packed.num_alternatives
+    logprobs, ranks = _unpack_floats(packed.token_logprobs), unpack_ids(packed.token_ranks)
+    top = list(zip(unpack_ids(packed.top_token_ids), _unpack_floats(packed.top_logprobs), strict=True))
+    return [
+        TokenLogprob(token_id, logprob, rank, top[index * width : (index + 1) * width])
+        for index, (token_id, logprob, rank) in enumerate(zip(token_ids, logprobs, ranks, strict=True))
+    ]
+
+
+def _unpack_floats(packed: bytes) -> "array[float]":
+    floats = array("f")
+    floats.frombytes(packed)
+    return floats

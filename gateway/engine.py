@@ -1,0 +1,201 @@
+"""From a prompt to a stream of text: the one path of HTTP routes, the Python API and the command line."""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from gateway.client import SchedulerClient
+from gateway.delta import Delta, TokenLogprob
+from gateway.in_flight import Event
+from gateway.text_stream import TextStream
+from gateway.tokenizer import Tokenizer
+from protocol.config import Config
+from protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
+from protocol.sampling import SamplingParams
+
+__all__ = [
+    "Delta",
+    "Engine",
+    "Generation",
+    "GenerationRequest",
+    "Overloaded",
+    "Refused",
+    "TokenLogprob",
+    "Unavailable",
+]
+
+
+class Overloaded(Exception):  # noqa: N818
+    """The scheduler's queue is full: try again after `retry_after_s`. Nothing was begun."""
+
+    def __init__(self, reason: str, retry_after_s: float) -> None:
+        super().__init__(reason)
+        self.reason, self.retry_after_s = reason, retry_after_s
+
+
+class Refused(Exception):  # noqa: N818
+    """The scheduler will never take this request."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Unavailable(Exception):  # noqa: N818
+    """No scheduler can make progress now."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One sequence to generate: n choices are n requests. `request_id` is unique over the life of the gateway."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Generation:
+    """An async iterator of Delta over one request; the last Delta has the `finish_reason`. One task reads it."""
+
+    def __init__(self, client: SchedulerClient, request: GenerationRequest, stream: TextStream) -> None:
+        self._client, self._request_id, self._stream = client, request.request_id, stream
+        self._events: deque[Event] = deque()
+        self._arrived = asyncio.Event()
+        self._ended = False
+        client.submit(_submit(request), self._deliver)
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._ended:
+            if not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            event = self._events.popleft()
+            delta = self._stream.push(event) if isinstance(event, Output) else None
+            if delta is not None:
+                if delta.finish_reason is not None:
+                    self.close()
+                return delta
+        raise StopAsyncIteration
+
+    async def admitted(self) -> None:
+        """Return once the scheduler took the request. Raises Overloaded, Refused or Unavailable."""
+        await self._arrived.wait()
+        match self._events[0]:
+            case Rejected(_, reason, None):
+                raise Refused(reason)
+            case Rejected(_, reason, float(retry_after_s)):
+                raise Overloaded(reason, retry_after_s)
+            case Output(error=str(error)):
+                raise Unavailable(error)
+
+    def close(self) -> None:
+        """Abort what still runs; may be called at any time, any number of times. A reader gets no more."""
+        if not self._ended:
+            self._ended = True
+            self._client.abandon(self._request_id)
+            self._events.clear()
+            self._arrived.set()
+
+    async def __aenter__(self) -> "Generation":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _deliver(self, event: Event) -> None:
+        self._events.append(event)
+        self._arrived.set()
+
+
+class Engine:
+    """Starts generations on the schedulers that `clients` reach. Use it as `async with Engine(...) as engine`."""
+
+    def __init__(self, clients: Sequence[SchedulerClient], tokenizer: Tokenizer) -> None:
+        self._clients, self._tokenizer = list(clients), tokenizer
+
+    async def __aenter__(self) -> "Engine":
+        for client in self._clients:
+            client.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    @property
+    def ready(self) -> Ready | None:
+        """What the scheduler that would get the next request last said of itself; None while none answers."""
+        return max(self._clients, key=_preference).ready
+
+    @property
+    def healthy(self) -> bool:
+        """Whether some scheduler answers and can make progress."""
+        return any(client.healthy for client in self._clients)
+
+    @property
+    def stats(self) -> Stats | None:
+        """The latest Stats of the first scheduler that answers."""
+        return next((client.stats for client in self._clients if client.stats), None)
+
+    async def start(self, request: GenerationRequest) -> Generation:
+        """Return once the request is admitted. Raises Overloaded, Refused or Unavailable."""
+        client = max(self._clients, key=_preference)
+        if not client.healthy:
+            raise Unavailable("the model is not ready" if client.ready else "no scheduler answers")
+        stream = TextStream(
+            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+            request.sampling,
+            request.prompt_token_ids,
+            request.stop,
+            request.include_stop_str_in_output,
+        )
+        generation = Generation(client, request, stream)
+        admitted = False
+        try:
+            await generation.admitted()
+            admitted = True
+        finally:
+            if not admitted:
+                generation.close()
+        return generation
+
+
+def scheduler_clients(config: Config) -> list[SchedulerClient]:
+    """Return a client for each scheduler that `config` names."""
+    addresses = config.schedulers or (config.frontend_address,)
+    return [SchedulerClient(address, peer_timeout_s=config.peer_timeout_s) for address in addresses]
+
+
+def _preference(client: SchedulerClient) -> tuple[bool, bool, int]:
+    return client.healthy, client.ready is not None, -client.num_in_flight
+
+
+def _submit(request: GenerationRequest) -> Submit:
+    return Submit(
+        request.request_id,
+        hello_seq=0,  # the client fills it in
+        prompt_token_ids=pack_ids(request.prompt_token_ids),
+        sampling=request.sampling,
+        tenant=request.tenant,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )

@@ -1,0 +1,110 @@
+"""One error envelope, always: `{"error": {"message", "type", "param", "code"}}`."""
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+STATUS_CLIENT_CLOSED = 499  # nobody reads it; it is for metrics
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "internal_server_error",
+    503: "service_unavailable_error",
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class RequestError(Exception):
+    """A request that is answered with an error: the status, and what the envelope says.
+
+    `param` is the path of the field that is wrong ("messages[0].content"), `code` a word for programs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 400,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
+
+
+def unsupported(param: str, what: str | None = None) -> RequestError:
+    """Return the error for a field, or a value of it, that is known but not implemented."""
+    return RequestError(f"{what or param} is not supported", param=param, code="unsupported_parameter")
+
+
+def envelope(error: RequestError) -> dict[str, Any]:
+    kind = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+
+
+def error_body(error: RequestError) -> bytes:
+    """Return the envelope as one line of JSON."""
+    return _encode(envelope(error))
+
+
+def error_response(error: RequestError) -> Response:
+    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+
+
+def overloaded(reason: str, retry_after_s: float) -> RequestError:
+    """Return the 429 that asks the client to come back after `retry_after_s`."""
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
+    return RequestError(reason, status=429, code="overloaded", headers=headers)
+
+
+def unavailable(reason: str) -> RequestError:
+    return RequestError(reason, status=503, code="service_unavailable", headers={"Retry-After": "1"})
+
+
+async def on_request_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Answer the router's own 404 and 405."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"
+    message = {
+        404: f"there is no {where}",
+        405: f"{where} is not allowed: this path takes {(error.headers or {}).get('Allow', 'other methods')}",
+    }.get(error.status_code, error.detail)
+    code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
+    headers = dict(error.headers) if error.headers else None
+    return error_response(RequestError(message, status=error.status_code, code=code, headers=headers))
+
+
+async def on_client_disconnect(request: Request, error: Exception) -> Response:
+    """The client left while it sent its body: there is nobody to answer."""
+    return Response(status_code=STATUS_CLIENT_CLOSED)
+
+
+def internal_error() -> RequestError:
+    """Return the answer to what is our fault: it shows no internals."""
+    return RequestError("internal error: the server's log says more", status=500, code="internal_error")
+
+
+async def on_exception(request: Request, error: Exception) -> Response:
+    """Answer for an exception that nobody expected; Starlette raises it again, for the log."""
+    return error_response(internal_error())
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = {
+    RequestError: on_request_error,
+    HTTPException: on_http_exception,
+    ClientDisconnect: on_client_disconnect,
+    Exception: on_exception,
+}

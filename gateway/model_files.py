@@ -1,0 +1,147 @@
+"""What the model's directory says to a gateway, read once at the start."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gateway.chat_template import ChatTemplate
+from gateway.tokenizer import Tokenizer
+from protocol.config import Config
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What generation_config.json says for requests that say nothing; None where it says nothing either."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A model as a gateway knows it. Whoever read it closes the tokenizer."""
+
+    directory: Path
+    created_s: int  # Unix time of the model's files, the same on every replica that shares them
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    eos_token_ids: tuple[int, ...]
+    max_position_tokens: int | None
+    sampling_defaults: SamplingDefaults
+
+
+def read_model_files(config: Config) -> ModelFiles:
+    """Return what `config.model`, a directory, and `config.generation_config` say.
+
+    Raises ValueError, naming the file, if something needed is missing or malformed.
+    """
+    directory = Path(config.model)
+    if not directory.is_dir():
+        raise ValueError(f"the model {config.model!r} is not a directory")
+    model = _read_json(directory / "config.json", required=True)
+    text_model = model.get("text_config") or model
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    own_generation = _read_json(directory / "generation_config.json")
+    special_tokens = _special_tokens(directory, tokenizer_config)
+    tokenizer = Tokenizer(directory)
+    return ModelFiles(
+        directory=directory,
+        created_s=int((directory / "config.json").stat().st_mtime),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate(
+            _chat_template(directory, tokenizer_config), special_tokens, tokenizer.control_tokens
+        ),
+        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model),
+        max_position_tokens=_positive_int(text_model, "max_position_embeddings", directory / "config.json"),
+        sampling_defaults=_sampling_defaults(config.generation_config, directory, own_generation),
+    )
+
+
+def _sampling_defaults(where: str, directory: Path, own_generation: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the defaults of `where`: auto (the model's), octavo (none) or a directory with generation_config.json."""
+    if where == "octavo":
+        return SamplingDefaults()
+    path = (directory if where == "auto" else Path(where)) / "generation_config.json"
+    said = own_generation if where == "auto" else _read_json(path, required=True)
+    named = {name: said.get(name) for name in SamplingDefaults.__struct_fields__}
+    named["max_tokens"] = said.get("max_new_tokens")
+    if named["top_k"] == -1:
+        named["top_k"] = 0  # both mean off
+    try:
+        return msgspec.convert(named, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _eos_token_ids(
+    tokenizer: Tokenizer, special_tokens: Mapping[str, str], *said: Mapping[str, Any]
+) -> tuple[int, ...]:
+    """Return every id that ends a text: checkpoints name them in up to three files, and not always the same."""
+    found: list[int] = []
+    for content in said:
+        ids = content.get("eos_token_id")
+        for token_id in ids if isinstance(ids, list) else [ids] if ids is not None else []:
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+                raise ValueError(f"eos_token_id {ids!r} in the model's directory is not a token id")
+            found.append(token_id)
+    eos_id = tokenizer.token_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    return tuple(dict.fromkeys([*found, *([] if eos_id is None else [eos_id])]))
+
+
+def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return bos_token, eos_token, ... as templates see them."""
+    said = {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}
+    tokens = {}
+    for name in SPECIAL_TOKEN_NAMES:
+        token = said.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[name] = text
+    return tokens
+
+
+def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+    """Return the model's template, from where transformers would take it; of several, the one named default."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template", 0) for entry in template if isinstance(entry, dict)}
+    if isinstance(template, dict):
+        template = template.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"the chat template in {directory} is not text")
+    return template
+
+
+def _positive_int(content: Mapping[str, Any], name: str, path: Path) -> int | None:
+    value = content.get(name)
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{path}: {name} is {value!r}, not a positive integer")
+    return value
+
+
+def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
+    """Return the object in `path`, or an empty one if the file may be absent and is."""
+    if not path.is_file():
+        if required:
+            raise ValueError(f"{path} does not exist")
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return content

@@ -1,0 +1,115 @@
+"""What clients receive, field for field as OpenAI's API has it; `stop_reason` is vLLM's addition."""
+
+from typing import Literal
+
+import msgspec
+
+encode = msgspec.json.Encoder().encode
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class ChatAnswer(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    stop_reason: str | int | None
+
+
+class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """`content` is there in every chunk, a string: clients print it without looking."""
+
+    content: str
+    role: Literal["assistant"] | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Parallel lists, one entry a token; the first token of an echoed prompt has no logprob."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """Of an answer, and of a chunk of a stream: they have the same shape."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class Model(msgspec.Struct, tag_field="object", tag="model"):
+    id: str
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(msgspec.Struct, tag_field="object", tag="list"):
+    data: list[Model]

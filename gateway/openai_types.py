@@ -1,0 +1,218 @@
+"""What clients may send. A field is honoured, refused by name, or one of the advisory few that change nothing here.
+
+Types and ranges stand in the fields, so that decoding a body checks it. Every optional field takes null, which is the
+same as leaving it out.
+"""
+
+import typing
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.errors import RequestError, unsupported
+
+MAX_CHOICES = 1024  # prompts x n of one request
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 4
+MAX_LISTED_IDS = 1024
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class OnlyNeutral:
+    """Marks a field that is not implemented: null and these values are taken, for they ask for nothing.
+
+    Compared by identity: `typing` keeps one Annotated for equal marks, and 0 equals False.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+Unsupported = Annotated[Any, OnlyNeutral()]
+UnsupportedSwitch = Annotated[Any, OnlyNeutral(False)]
+UnsupportedList = Annotated[Any, OnlyNeutral([])]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: UnsupportedSwitch = None
+    continuous_usage_stats: UnsupportedSwitch = None
+
+
+class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and completions share."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    seed: Int64 | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LISTED_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LISTED_IDS)] | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+    # Advisory: they are about the caller's books, not about what is generated.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
+    prompt_logprobs: Unsupported = None
+    priority: Annotated[Any, OnlyNeutral(0)] = None
+    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    bad_words: UnsupportedList = None
+    allowed_token_ids: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    logits_processors: UnsupportedList = None
+    use_beam_search: UnsupportedSwitch = None
+    length_penalty: Annotated[Any, OnlyNeutral(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
+    truncate_prompt_tokens: Unsupported = None
+    return_token_ids: UnsupportedSwitch = None
+    return_tokens_as_token_ids: UnsupportedSwitch = None
+    thinking_token_budget: Unsupported = None
+    request_id: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    vllm_xargs: Unsupported = None
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    text: str
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
+    name: str | None = None
+
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    tool_calls: UnsupportedList = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
+    reasoning: Unsupported = None
+    reasoning_content: Unsupported = None
+    annotations: UnsupportedList = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string, parts joined as they are."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Advisory: OpenAI's successors of `user`.
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    tools: UnsupportedList = None
+    tool_choice: Annotated[Any, OnlyNeutral("none")] = None
+    parallel_tool_calls: Annotated[Any, OnlyNeutral(True, False)] = None
+    functions: UnsupportedList = None
+    function_call: Annotated[Any, OnlyNeutral("none")] = None
+    modalities: Annotated[Any, OnlyNeutral(["text"])] = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    reasoning_effort: Annotated[Any, OnlyNeutral("none")] = None
+    include_reasoning: Annotated[Any, OnlyNeutral(True)] = None
+    verbosity: Annotated[Any, OnlyNeutral("medium")] = None
+    echo: UnsupportedSwitch = None
+    add_special_tokens: UnsupportedSwitch = None
+    chat_template: Unsupported = None
+    documents: UnsupportedList = None
+    mm_processor_kwargs: Unsupported = None
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    prompt: Any  # a string, strings, token ids or lists of these: see gateway/completions.py
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+    best_of: Annotated[Any, OnlyNeutral(1)] = None
+    suffix: Annotated[Any, OnlyNeutral("")] = None
+    prompt_embeds: Unsupported = None
+
+
+chat_decoder = msgspec.json.Decoder(ChatRequest)
+completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+@cache
+def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        name: mark.values
+        for name, hint in hints.items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, OnlyNeutral)
+    }
+
+
+def refuse_unsupported(struct: msgspec.Struct, path: str = "") -> None:
+    """Raise RequestError if a field that is not implemented asks for something."""
+    for name, neutral in _neutral_values(type(struct)).items():
+        value = getattr(struct, name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            raise unsupported(path + name, f"{path}{name}{_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Return the value for a message where it is short and tells something."""
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        return f" of type {value['type'][:40]!r}"
+    return f" {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 40 else ""
+
+
+def check_common(request: CommonRequest) -> None:
+    """Raise RequestError for what the types alone cannot say about the fields that all requests share."""
+    refuse_unsupported(request)
+    if request.stream_options is not None:
+        refuse_unsupported(request.stream_options, "stream_options.")
+        if not request.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options", code="invalid_value")
+    if "" in stop_strings(request):
+        raise RequestError("stop cannot hold an empty string", param="stop", code="invalid_value")
+
+
+def stop_strings(request: CommonRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

@@ -1,0 +1,138 @@
+"""From a request to SamplingParams: what it says, else what the generation config says, else OpenAI's default."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from gateway.errors import RequestError
+from gateway.model_files import SamplingDefaults
+from gateway.openai_types import CommonRequest
+from protocol.sampling import SamplingParams
+
+MASK_64 = 2**64 - 1
+# Longer text is refused before it is tokenized: no tokenizer's average token comes near.
+MAX_CHARACTERS_PER_TOKEN = 256
+
+Value = TypeVar("Value", int, float)
+
+
+def sampling_params(
+    request: CommonRequest,
+    defaults: SamplingDefaults,
+    *,
+    vocab_size: int,
+    eos_token_ids: Sequence[int],
+    max_tokens: int,
+    seed: int,
+    num_logprobs: int | None,
+    num_prompt_logprobs: int | None = None,
+) -> SamplingParams:
+    """Return the sampling of choice 0. Raises RequestError for an id not in the vocabulary or too many min_tokens."""
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        message = f"min_tokens is {min_tokens} but at most {max_tokens} tokens will be generated"
+        raise RequestError(message, param="min_tokens", code="invalid_value")
+    stop_token_ids = request.stop_token_ids or []
+    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    return msgspec.structs.replace(
+        _params(request, defaults),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        seed=seed,
+        eos_token_ids=() if request.ignore_eos else tuple(eos_token_ids),
+        stop_token_ids=tuple(stop_token_ids),
+        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+    )
+
+
+def for_choice(params: SamplingParams, index: int) -> SamplingParams:
+    """Return the sampling of choice `index`: its own seed, which depends on nothing but the request's and the index."""
+    if index == 0:
+        return params
+    digest = hashlib.blake2b(params.seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return msgspec.structs.replace(params, seed=int.from_bytes(digest, "little"))
+
+
+def unsigned_seed(seed: int) -> int:
+    """Return the 64 bits of a seed of either sign."""
+    return seed & MASK_64
+
+
+def resolve_max_tokens(
+    asked: int | None, default: int | None, *, num_prompt_tokens: int, max_model_len: int, asked_by: str, prompt_is: str
+) -> int:
+    """Return how many tokens to generate at most: those asked for, else `default`, else all that fit.
+
+    `asked_by` and `prompt_is` name the request's fields. Raises RequestError if the prompt, or both, are too long.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < (0 if asked == 0 else 1):
+        raise context_length_exceeded(
+            f"the prompt has {num_prompt_tokens} tokens, which leaves no room to generate:"
+            f" the model's context window is {max_model_len} tokens",
+            prompt_is,
+        )
+    if asked is None:
+        return room if default is None else min(default, room)
+    if asked > room:
+        raise context_length_exceeded(
+            f"the prompt has {num_prompt_tokens} tokens and {asked_by} is {asked}:"
+            f" together that is more than the model's context window of {max_model_len} tokens",
+            asked_by,
+        )
+    return asked
+
+
+def check_text_length(num_characters: int, max_model_len: int, prompt_is: str) -> None:
+    """Raise RequestError for text that can only be too long, so that nobody has to tokenize it."""
+    if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
+        raise context_length_exceeded(
+            f"the prompt has {num_characters} characters, more than fit in the model's context window"
+            f" of {max_model_len} tokens",
+            prompt_is,
+        )
+
+
+def context_length_exceeded(message: str, param: str) -> RequestError:
+    return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raise RequestError that names the first id outside of the vocabulary."""
+    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if wrong is not None:
+        message = f"{param}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})"
+        raise RequestError(message, param=param, code="invalid_token_id")
+
+
+def _params(request: CommonRequest, defaults: SamplingDefaults) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=0,
+        seed=0,
+        temperature=_first(request.temperature, defaults.temperature, 1.0),
+        top_p=_first(request.top_p, defaults.top_p, 1.0),
+        top_k=max(0, _first(request.top_k, defaults.top_k, 0)),
+        min_p=_first(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=_first(request.presence_penalty, None, 0.0),
+        frequency_penalty=_first(request.frequency_penalty, None, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+    )
+
+
+def _first(asked: Value | None, default: Value | None, otherwise: Value) -> Value:
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default
+
+
+def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    for key in biases:
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            message = f"logit_bias: {key[:40]!r} is not a token id"
+            raise RequestError(message, param="logit_bias", code="invalid_token_id")
+    check_token_ids(map(int, biases), vocab_size, "logit_bias")
+    return tuple(sorted((int(key), bias) for key, bias in biases.items()))

@@ -1,0 +1,67 @@
+"""What all routes work with: made once by the application's lifespan, reached as `request.state.service`."""
+
+import asyncio
+import os
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.engine import Engine
+from gateway.errors import STATUS_CLIENT_CLOSED, RequestError, unavailable
+from gateway.metrics import Metrics
+from gateway.model_files import ModelFiles
+from gateway.openai_types import CommonRequest
+from gateway.sampling import unsigned_seed
+from gateway.sse import wait_for_disconnect
+from protocol.messages import Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    model_names: tuple[str, ...]  # requests may use any; the first is the default
+    files: ModelFiles
+    engine: Engine
+    metrics: Metrics
+    seeds: random.Random
+    keep_alive_s: float
+
+    def model_name(self, asked: str | None) -> str:
+        """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""
+        if asked is None:
+            return self.model_names[0]
+        if asked not in self.model_names:
+            message = f"there is no model {asked[:200]!r}; served: {', '.join(self.model_names)}"
+            raise RequestError(message, param="model", status=404, code="model_not_found")
+        return asked
+
+    def ready(self) -> Ready:
+        """Return what the scheduler last said. Raises RequestError (503) while none can be reached."""
+        ready = self.engine.ready
+        if ready is None:
+            raise unavailable("no scheduler can be reached")
+        return ready
+
+    def seed(self, request: CommonRequest) -> int:
+        """Return the 64-bit seed of `request`, drawn if it has none."""
+        return self.seeds.getrandbits(64) if request.seed is None else unsigned_seed(request.seed)
+
+
+def new_response_id(prefix: str) -> str:
+    return f"{prefix}-{os.urandom(16).hex()}"
+
+
+async def unless_client_leaves(request: Request, answering: Coroutine[None, None, Response]) -> Response:
+    """Return what `answering` returns; cancel it if the client leaves before. The body must have been read."""
+    task = asyncio.create_task(answering)
+    leaving = asyncio.create_task(wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else Response(status_code=STATUS_CLIENT_CLOSED)
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])

@@ -1,0 +1,194 @@
+"""The kernels for the CPU: Numba for attention and the small operations, oneDNN for products.
+
+The functions take what those of `kernels` take, check it, and hand addresses to the compiled kernels.
+"""
+
+from kernels.cpu import jit  # before torch
+
+# isort: split
+import numba
+import torch
+from torch import Tensor
+
+from kernels.cpu import attention, pointwise
+from kernels.cpu.checks import (
+    addresses,
+    contiguous,
+    dense_heads,
+    has_dense_heads,
+    like,
+    require_contiguous,
+    require_inside,
+    require_shape,
+)
+from kernels.cpu.products import PackedLinear, linear, pack_linear
+
+__all__ = [
+    "PackedLinear",
+    "add_rms_norm",
+    "linear",
+    "openmp_libraries",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_embedding",
+    "set_num_threads",
+    "silu_and_mul",
+    "store_kv",
+]
+
+openmp_libraries = jit.openmp_libraries
+
+LEAST_PARALLEL_ELEMENTS = 2**16  # below, a second thread costs more than it brings
+NO_WINDOW = 2**40
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Let kernels and products use `num_threads` threads. Raises ValueError if these are more than the CPUs."""
+    if not 1 <= num_threads <= numba.config.NUMBA_NUM_THREADS:
+        raise ValueError(
+            f"num_threads is {num_threads}, this process may use 1 to {numba.config.NUMBA_NUM_THREADS} CPUs"
+        )
+    numba.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
+
+
+def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:
+    num_tokens, num_kv_heads, head_size = k_TKD.shape
+    value_size = v_TKD.shape[2]
+    num_blocks, _, _, block_size = k_cache_NKDP.shape
+    require_shape("v", v_TKD, (num_tokens, num_kv_heads, value_size))
+    require_shape("k_cache", k_cache_NKDP, (num_blocks, num_kv_heads, head_size, block_size))
+    require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
+    require_shape("slot_mapping", slot_mapping_T, (num_tokens,))
+    kind = like(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD)
+    require_contiguous(k_cache_NKDP, v_cache_NKPD)
+    k_TKD, v_TKD, slot_mapping_T = dense_heads(k_TKD), dense_heads(v_TKD), contiguous(slot_mapping_T, torch.int64)
+    require_inside("slot", slot_mapping_T, -(2**63), num_blocks * block_size)
+    memory = addresses(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD, slot_mapping_T)
+    sizes = (num_kv_heads, head_size, value_size, block_size, k_TKD.stride(0), v_TKD.stride(0))
+    if k_TKD.numel() < LEAST_PARALLEL_ELEMENTS:
+        pointwise.store_kv(kind, memory, sizes, 0, num_tokens)
+    else:
+        pointwise.store_kv_parallel(kind, memory, sizes, num_tokens, torch.get_num_threads())
+
+
+def paged_attention(
+    q_THD: Tensor,
+    k_cache_NKDP: Tensor,
+    v_cache_NKPD: Tensor,
+    block_tables_SM: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens_S: Tensor,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    num_tokens, num_heads, head_size = q_THD.shape
+    num_blocks, num_kv_heads, _, block_size = k_cache_NKDP.shape
+    value_size = v_cache_NKPD.shape[3]
+    num_seqs, max_blocks = block_tables_SM.shape
+    require_shape("k_cache", k_cache_NKDP, (num_blocks, num_kv_heads, head_size, block_size))
+    require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
+    require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+    require_shape("seq_lens", seq_lens_S, (num_seqs,))
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"{num_heads} query heads do not share {num_kv_heads} key/value heads evenly")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window is {sliding_window}, at least 1 is needed")
+    kind = like(q_THD, k_cache_NKDP, v_cache_NKPD)
+    require_contiguous(k_cache_NKDP, v_cache_NKPD)
+    q_THD = dense_heads(q_THD)
+    block_tables_SM = contiguous(block_tables_SM, torch.int32)
+    cu_seqlens_q, seq_lens_S = contiguous(cu_seqlens_q, torch.int32), contiguous(seq_lens_S, torch.int32)
+    out_THD = q_THD.new_empty((num_tokens, num_heads, value_size))
+    malformed = attention.paged_attention(
+        kind,
+        addresses(out_THD, q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S),
+        (
+            *(num_tokens, num_seqs, num_blocks, max_blocks, block_size, num_heads, num_kv_heads),
+            *(head_size, value_size, q_THD.stride(0), sliding_window or NO_WINDOW),
+        ),
+        float(scale),
+        torch.get_num_threads(),
+    )
+    if malformed >= 0:
+        raise IndexError(f"the lengths or the block table of sequence {malformed} point outside")
+    return out_THD
+
+
+def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    size = x_TE.shape[-1]
+    require_shape("weight", weight_E, (size,))
+    kind = like(x_TE, weight_E)
+    require_contiguous(weight_E)
+    if x_TE.is_contiguous():
+        rows_per_token, token_stride = 1, size
+    elif x_TE.ndim == 3:
+        x_TE = dense_heads(x_TE)
+        rows_per_token, token_stride = x_TE.shape[1], x_TE.stride(0)
+    else:
+        x_TE = x_TE.contiguous()
+        rows_per_token, token_stride = 1, size
+    out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
+    num_rows = x_TE.numel() // size
+    memory, sizes = addresses(out_TE, x_TE, weight_E), (rows_per_token, token_stride, size)
+    if x_TE.numel() < LEAST_PARALLEL_ELEMENTS:
+        pointwise.rms_norm(kind, memory, sizes, float(eps), 0, num_rows)
+    else:
+        pointwise.rms_norm_parallel(kind, memory, sizes, float(eps), num_rows, torch.get_num_threads())
+    return out_TE
+
+
+def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+    num_rows, size = x_TE.shape
+    require_shape("residual", residual_TE, (num_rows, size))
+    require_shape("weight", weight_E, (size,))
+    kind = like(x_TE, weight_E)
+    if residual_TE.dtype != torch.float32:
+        raise ValueError(f"the residual is {residual_TE.dtype}, float32 is needed")
+    require_contiguous(residual_TE, weight_E)
+    x_TE = x_TE.contiguous()
+    out_TE = torch.empty_like(x_TE)
+    memory = addresses(out_TE, x_TE, residual_TE, weight_E)
+    if x_TE.numel() < LEAST_PARALLEL_ELEMENTS:
+        pointwise.add_rms_norm(kind, memory, size, float(eps), 0, num_rows)
+    else:
+        pointwise.add_rms_norm_parallel(kind, memory, size, float(eps), num_rows, torch.get_num_threads())
+    return out_TE
+
+
+def rotary_embedding(q_THD: Tensor, k_TKD: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> None:
+    num_tokens, num_heads, head_size = q_THD.shape
+    num_kv_heads = k_TKD.shape[1]
+    num_positions, rotary_size = cos_sin_PR.shape
+    require_shape("k", k_TKD, (num_tokens, num_kv_heads, head_size))
+    require_shape("positions", positions_T, (num_tokens,))
+    if rotary_size > head_size or rotary_size % 2 != 0 or cos_sin_PR.dtype != torch.float32:
+        raise ValueError(f"cos_sin has {rotary_size} columns of {cos_sin_PR.dtype} for heads of {head_size}")
+    kind = like(q_THD, k_TKD)
+    require_contiguous(cos_sin_PR)
+    if not (has_dense_heads(q_THD) and has_dense_heads(k_TKD)):
+        raise ValueError("the heads of a token do not lie side by side in q or k")
+    positions_T = contiguous(positions_T, torch.int64)
+    require_inside("position", positions_T, 0, num_positions)
+    memory = addresses(q_THD, k_TKD, cos_sin_PR, positions_T)
+    sizes = (num_heads, num_kv_heads, head_size, rotary_size, q_THD.stride(0), k_TKD.stride(0))
+    if q_THD.numel() < LEAST_PARALLEL_ELEMENTS:
+        pointwise.rotary_embedding(kind, memory, sizes, 0, num_tokens)
+    else:
+        pointwise.rotary_embedding_parallel(kind, memory, sizes, num_tokens, torch.get_num_threads())
+
+
+def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
+    num_rows, double_size = gate_up_T2I.shape
+    if double_size % 2 != 0:
+        raise ValueError(f"gate and up have {double_size} columns together, an even number is needed")
+    gate_up_T2I = gate_up_T2I.contiguous()
+    size = double_size // 2
+    out_TI = gate_up_T2I.new_empty((num_rows, size))
+    kind, memory = like(gate_up_T2I), addresses(out_TI, gate_up_T2I)
+    if gate_up_T2I.numel() < LEAST_PARALLEL_ELEMENTS:
+        pointwise.silu_and_mul(kind, memory, size, 0, num_rows)
+    else:
+        pointwise.silu_and_mul_parallel(kind, memory, size, num_rows, torch.get_num_threads())
+    return out_TI

@@ -1,0 +1,135 @@
+# ruff: noqa: N815 (a field, too, has its shape in its name)
+"""Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
+
+M rows, N outputs, K inputs.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MIN_ROWS = (1, 2, 4, 8, 16)
+REFERENCE_ROWS = 64
+PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64, 200, 512)  # beyond 64 only for weights that are not huge
+MAX_PROBE_WORK = 2**30  # multiply-adds of one product
+PACKED_FOR_ROWS = 32  # the number of rows for which oneDNN chooses the weight's blocking
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A linear layer in the form its products take; the weight it was made from is no longer needed."""
+
+    packed: Tensor  # opaque
+    bias_N: Tensor | None  # in the dtype of the product
+    num_inputs: int
+    num_outputs: int
+    dtype: torch.dtype  # of the weight given
+    form: str  # for people
+    min_rows: int  # fewer rows are padded to as many
+    max_rows: int | None  # more rows are computed in slices of as many; None: never
+
+
+def pack_linear(weight_NK: Tensor, bias_N: Tensor | None) -> PackedLinear:
+    """See `kernels.pack_linear`."""
+    dtype = weight_NK.dtype
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"a weight on the CPU is float32 or bfloat16, not {dtype}")
+    compute_dtype = _compute_dtype(dtype)
+    num_outputs, num_inputs = weight_NK.shape
+    least, most = invariant_rows(num_outputs, num_inputs, compute_dtype, torch.get_num_threads())
+    return PackedLinear(
+        packed=_reorder(weight_NK.to(compute_dtype)),
+        bias_N=None if bias_N is None else bias_N.to(compute_dtype, copy=True),
+        num_inputs=num_inputs,
+        num_outputs=num_outputs,
+        dtype=dtype,
+        form=f"{_name(dtype)} weights, oneDNN prepacked in {_name(compute_dtype)}",
+        min_rows=least,
+        max_rows=most,
+    )
+
+
+def linear(x_MK: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
+    """See `kernels.linear`."""
+    if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.dtype:
+        raise ValueError(
+            f"expected {layer.num_inputs} inputs a row in {layer.dtype}, not {tuple(x_MK.shape)} in {x_MK.dtype}"
+        )
+    out_dtype = out_dtype or layer.dtype
+    num_rows = x_MK.shape[0]
+    if num_rows == 0:
+        return x_MK.new_empty((0, layer.num_outputs), dtype=out_dtype)
+    if layer.max_rows is None or num_rows <= layer.max_rows:
+        return _slice(x_MK, layer).to(out_dtype)
+    return torch.cat([_slice(part, layer).to(out_dtype) for part in torch.split(x_MK, layer.max_rows)])
+
+
+@functools.lru_cache(maxsize=1024)
+def invariant_rows(num_outputs: int, num_inputs: int, dtype: torch.dtype, num_threads: int) -> tuple[int, int | None]:
+    """Return the least and the largest number of rows (None: no limit) between which a row has the same bits.
+
+    Found by trying, with random numbers: it depends on which of oneDNN's kernels this machine takes. `num_threads` only
+    tells cached answers apart. Raises RuntimeError if no number of rows up to 16 will do.
+    """
+    generator = torch.Generator().manual_seed(0)
+    packed = _reorder(_random(num_outputs, num_inputs, generator).to(dtype))
+    work_per_row = num_outputs * num_inputs
+    probed = [rows for rows in PROBED_ROWS if rows <= REFERENCE_ROWS or rows * work_per_row <= MAX_PROBE_WORK]
+    x_MK = _random(max(probed), num_inputs, generator).to(dtype)
+    expected_MN = _product(x_MK[:REFERENCE_ROWS], packed, None)
+    differing = [rows for rows in probed if not _begins_with(_product(x_MK[:rows], packed, None), expected_MN)]
+    too_many = [rows for rows in differing if rows > REFERENCE_ROWS]
+    for least in MIN_ROWS:
+        if all(rows < least or rows > REFERENCE_ROWS for rows in differing):
+            return least, REFERENCE_ROWS if too_many else None
+    raise RuntimeError(
+        f"oneDNN's {_name(dtype)} products of {num_inputs} inputs and {num_outputs} outputs differ by the number of "
+        f"rows on this machine (at {differing}): results would depend on the batch"
+    )
+
+
+def _begins_with(y_MN: Tensor, expected_MN: Tensor) -> bool:
+    common = min(len(y_MN), len(expected_MN))
+    return torch.equal(y_MN[:common], expected_MN[:common])
+
+
+def _slice(x_MK: Tensor, layer: PackedLinear) -> Tensor:
+    """Return the product of at most `max_rows` rows, in the dtype of the product."""
+    num_rows = x_MK.shape[0]
+    x_MK = x_MK.to(layer.packed.dtype)
+    if num_rows < layer.min_rows:
+        x_MK = functional.pad(x_MK, (0, 0, 0, layer.min_rows - num_rows))
+    return _product(x_MK, layer.packed, layer.bias_N)[:num_rows]
+
+
+def _random(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Return normal numbers; a large matrix repeats some of its rows."""
+    distinct = min(rows, max(1, 2**20 // columns))
+    return torch.randn(distinct, columns, generator=generator).repeat(-(-rows // distinct), 1)[:rows].contiguous()
+
+
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the product: float32 also for bfloat16 where the machine has no instructions for that.
+
+    There plain bfloat16 products are five to ten times slower than float32 ones.
+    """
+    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def _reorder(weight_NK: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK.contiguous(), PACKED_FOR_ROWS)
+    return packed
+
+
+def _product(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:
+    y_MN: Tensor = torch.ops.mkldnn._linear_pointwise(x_MK, packed, bias_N, "none", [], "")
+    return y_MN
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

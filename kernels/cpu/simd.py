@@ -1,0 +1,365 @@
+# Numba infers the types.
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-subclassing-any
+"""Vectors of 16 float32 lanes for Numba, and pointers to float32 and bfloat16 memory.
+
+Every operation is one IEEE operation per lane, in the order written: a result has the same bits on every machine and
+in every loop that computes it. The compiler maps a vector to two AVX2 registers or one AVX-512 register.
+
+Memory is a Numba array or a pointer made by `pointer`; 16-bit memory is bfloat16, widened by `load` and rounded to
+nearest even by `store`.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, overload, register_model
+
+from kernels.cpu.jit import routine
+
+LANES = 16
+
+_FLOAT = ir.FloatType()
+_INT32 = ir.IntType(32)
+_INT64 = ir.IntType(64)
+_FLOATS = ir.VectorType(_FLOAT, LANES)
+
+
+class VectorType(types.Type):
+    """Numba's type of 16 float32 lanes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="vector_of_16_float32")
+
+
+vector = VectorType()
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: types.Type) -> None:
+        super().__init__(dmm, fe_type, _FLOATS)
+
+
+def _ints(bits: int, value: int | list[int] | None = None) -> Any:
+    """Return the LLVM type of 16 integers of `bits`, or a constant of it."""
+    kind = ir.VectorType(ir.IntType(bits), LANES)
+    if value is None:
+        return kind
+    return ir.Constant(kind, value if isinstance(value, list) else [value] * LANES)
+
+
+def _broadcast(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    single = builder.insert_element(undefined, scalar, ir.Constant(_INT32, 0))
+    return builder.shuffle_vector(single, undefined, _ints(32, 0))
+
+
+# Memory.
+
+
+def _address(context: Any, builder: ir.IRBuilder, memory: types.Type, value: ir.Value, index: ir.Value) -> Any:
+    """Return the byte address of element `index` of an array or a pointer."""
+    if isinstance(memory, types.Array):
+        value = context.make_array(memory)(context, builder, value).data
+    offset = builder.mul(index, ir.Constant(_INT64, memory.dtype.bitwidth // 8))
+    return builder.gep(builder.bitcast(value, ir.IntType(8).as_pointer()), [offset])
+
+
+def _lane_type(memory: types.Type) -> ir.Type:
+    return {32: _FLOAT, 16: ir.IntType(16)}[memory.dtype.bitwidth]
+
+
+def _read(builder: ir.IRBuilder, address: ir.Value, memory: types.Type) -> ir.Value:
+    kind = ir.VectorType(_lane_type(memory), LANES)
+    return _widen(builder, builder.load(builder.bitcast(address, kind.as_pointer()), align=memory.dtype.bitwidth // 8))
+
+
+def _widen(builder: ir.IRBuilder, raw: ir.Value) -> ir.Value:
+    if raw.type == _FLOATS:
+        return raw
+    return builder.bitcast(builder.shl(builder.zext(raw, _ints(32)), _ints(32, 16)), _FLOATS)
+
+
+def _write(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, memory: types.Type) -> None:
+    if _lane_type(memory) != _FLOAT:
+        value = _round_to_bfloat16(builder, value)
+    builder.store(value, builder.bitcast(address, value.type.as_pointer()), align=memory.dtype.bitwidth // 8)
+
+
+def _round_to_bfloat16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Return 16 bfloat16 bit patterns: nearest even; a NaN stays one."""
+    bits = builder.bitcast(value, _ints(32))
+    odd = builder.and_(builder.lshr(bits, _ints(32, 16)), _ints(32, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _ints(32, 0x7FFF))), _ints(32, 16))
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    return builder.trunc(builder.select(is_nan, _ints(32, 0x7FC0), rounded), _ints(16))
+
+
+def _lanes_buffer(builder: ir.IRBuilder, memory: types.Type) -> Any:
+    """Return the byte address of a stack buffer for 16 elements of `memory`."""
+    buffer = cgutils.alloca_once(builder, ir.VectorType(_lane_type(memory), LANES))
+    return builder.bitcast(buffer, ir.IntType(8).as_pointer())
+
+
+def _copy(builder: ir.IRBuilder, target: ir.Value, source: ir.Value, memory: types.Type, count: ir.Value) -> None:
+    cgutils.raw_memcpy(builder, target, source, count, memory.dtype.bitwidth // 8, align=1)
+
+
+@intrinsic
+def pointer(typingctx, address, like):
+    """Return the int64 `address` as a pointer to elements of `like`, a dtype or an array of that dtype."""
+    result = types.CPointer(like.dtype)
+
+    def generate(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(result))
+
+    return result(types.int64, like), generate
+
+
+@intrinsic
+def load(typingctx, memory, index):
+    """Return the 16 elements of `memory` from element `index` on."""
+
+    def generate(context, builder, signature, args):
+        return _read(builder, _address(context, builder, memory, *args), memory)
+
+    return vector(memory, types.int64), generate
+
+
+@intrinsic
+def _load_some(typingctx, memory, index, count):
+    """Return the `count` (0 to 16) elements of `memory` from element `index` on, then zeros."""
+
+    def generate(context, builder, signature, args):
+        source = _address(context, builder, memory, *args[:2])
+        buffer = _lanes_buffer(builder, memory)
+        _write(builder, ir.Constant(_FLOATS, None), buffer, memory)
+        _copy(builder, buffer, source, memory, args[2])
+        return _read(builder, buffer, memory)
+
+    return vector(memory, types.int64, types.int64), generate
+
+
+@intrinsic
+def load_splat(typingctx, memory, index):
+    """Return a vector with element `index` of `memory` in every lane."""
+
+    def generate(context, builder, signature, args):
+        address = _address(context, builder, memory, *args)
+        single = builder.load(builder.bitcast(address, _lane_type(memory).as_pointer()))
+        return _widen(builder, _broadcast(builder, single))
+
+    return vector(memory, types.int64), generate
+
+
+@intrinsic
+def store(typingctx, memory, index, value):
+    """Write 16 lanes to `memory` from element `index` on."""
+
+    def generate(context, builder, signature, args):
+        _write(builder, args[2], _address(context, builder, memory, *args[:2]), memory)
+        return context.get_dummy_value()
+
+    return types.none(memory, types.int64, vector), generate
+
+
+@intrinsic
+def _store_some(typingctx, memory, index, count, value):
+    """Write the first `count` (0 to 16) lanes to `memory` from element `index` on."""
+
+    def generate(context, builder, signature, args):
+        target = _address(context, builder, memory, *args[:2])
+        buffer = _lanes_buffer(builder, memory)
+        _write(builder, args[3], buffer, memory)
+        _copy(builder, target, buffer, memory, args[2])
+        return context.get_dummy_value()
+
+    return types.none(memory, types.int64, types.int64, vector), generate
+
+
+@routine(forceinline=True)
+def load_part(memory, index, count):
+    """Return the first `count` of the 16 elements from element `index` on, then zeros; 16 or more mean all."""
+    if count >= LANES:
+        return load(memory, index)
+    return _load_some(memory, index, count)
+
+
+@routine(forceinline=True)
+def store_part(memory, index, count, value):
+    """Write the first `count` lanes to `memory` from element `index` on; 16 or more mean all."""
+    if count >= LANES:
+        store(memory, index, value)
+    else:
+        _store_some(memory, index, count, value)
+
+
+@intrinsic
+def fetch_add(typingctx, memory, amount):
+    """Atomically add `amount` to the first element of an int64 array; return what was there before."""
+
+    def generate(context, builder, signature, args):
+        address = context.make_array(memory)(context, builder, args[0]).data
+        return builder.atomic_rmw("add", address, args[1], "monotonic")
+
+    return types.int64(memory, types.int64), generate
+
+
+# Arithmetic.
+
+
+def _operation(emit: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]) -> Any:
+    """Return an intrinsic that combines two vectors lane by lane."""
+
+    @intrinsic
+    def combine(typingctx, left, right):
+        def generate(context, builder, signature, args):
+            return emit(builder, *args)
+
+        return vector(vector, vector), generate
+
+    return combine
+
+
+def _emit_maximum(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", left, right), left, right)
+
+
+def _emit_minimum(builder: ir.IRBuilder, left: ir.Value, right: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", left, right), left, right)
+
+
+maximum = _operation(_emit_maximum)  # the right one where either is NaN
+minimum = _operation(_emit_minimum)
+
+
+def _overload_operator(symbol: Any, emit: Callable[[ir.IRBuilder, ir.Value, ir.Value], ir.Value]) -> None:
+    combine = _operation(emit)
+
+    @overload(symbol)
+    def choose(left, right):
+        if isinstance(left, VectorType) and isinstance(right, VectorType):
+            return lambda left, right: combine(left, right)
+        return None
+
+
+_overload_operator(operator.add, lambda builder, left, right: builder.fadd(left, right))
+_overload_operator(operator.sub, lambda builder, left, right: builder.fsub(left, right))
+_overload_operator(operator.mul, lambda builder, left, right: builder.fmul(left, right))
+_overload_operator(operator.truediv, lambda builder, left, right: builder.fdiv(left, right))
+
+
+@intrinsic
+def splat(typingctx, scalar):
+    """Return a vector with the float32 `scalar` in every lane."""
+
+    def generate(context, builder, signature, args):
+        return _broadcast(builder, args[0])
+
+    return vector(types.float32), generate
+
+
+@intrinsic
+def lane(typingctx, value, index):
+    """Return one lane as float32."""
+
+    def generate(context, builder, signature, args):
+        return builder.extract_element(args[0], builder.trunc(args[1], _INT32))
+
+    return types.float32(vector, types.int64), generate
+
+
+@intrinsic
+def fma(typingctx, factor, other, addend):
+    """Return factor * other + addend, rounded once."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        return builder.call(builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind), args)
+
+    return vector(vector, vector, vector), generate
+
+
+@intrinsic
+def keep(typingctx, value, first, start, stop, other):
+    """Return `value` in the lanes with start <= first + lane < stop, `other` elsewhere."""
+
+    def generate(context, builder, signature, args):
+        value, first, start, stop, other = args
+        lanes = builder.add(_broadcast(builder, first), _ints(64, list(range(LANES))))
+        above = builder.icmp_signed(">=", lanes, _broadcast(builder, start))
+        below = builder.icmp_signed("<", lanes, _broadcast(builder, stop))
+        return builder.select(builder.and_(above, below), value, other)
+
+    return vector(vector, types.int64, types.int64, types.int64, vector), generate
+
+
+def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    """Return all lanes combined as a balanced tree: lane i with i + 8, then i + 4, i + 2, i + 1."""
+    for width in (8, 4, 2, 1):
+        order = [(index + width) % LANES for index in range(LANES)]
+        value = combine(value, builder.shuffle_vector(value, value, _ints(32, order)))
+    return builder.extract_element(value, ir.Constant(_INT32, 0))
+
+
+@intrinsic
+def sum_of_lanes(typingctx, value):
+    """Return the sum of the lanes as float32, added up as a balanced tree."""
+
+    def generate(context, builder, signature, args):
+        return _fold(builder, args[0], builder.fadd)
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def largest_lane(typingctx, value):
+    """Return the largest lane as float32."""
+
+    def generate(context, builder, signature, args):
+        return _fold(builder, args[0], lambda left, right: _emit_maximum(builder, left, right))
+
+    return types.float32(vector), generate
+
+
+@intrinsic
+def _scale_by_power_of_two(typingctx, value, exponent_plus_magic):
+    """Return value * 2**n, where n (-126 to 127) stands in the low bits of n + _ROUND_MAGIC."""
+
+    def generate(context, builder, signature, args):
+        biased = builder.add(builder.bitcast(args[1], _ints(32)), _ints(32, 127))
+        return builder.fmul(args[0], builder.bitcast(builder.shl(biased, _ints(32, 23)), _FLOATS))
+
+    return vector(vector, vector), generate
+
+
+_ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number
+_LOG2_E = np.float32(1.44269504088896341)
+_MINUS_LN_2_HIGH = np.float32(-0.693359375)
+_MINUS_LN_2_LOW = np.float32(2.12194440e-4)
+_LEAST = np.float32(-87.0)
+_MOST = np.float32(88.0)
+_P5, _P4, _P3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
+_P2, _P1, _P0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_ONE = np.float32(1.0)
+
+
+@routine(forceinline=True)
+def exp(x):
+    """Return e**x for each lane, x clamped to -87..88; exp(0) is exactly 1. The polynomial is Cephes' expf."""
+    x = minimum(splat(_MOST), maximum(splat(_LEAST), x))
+    shifted = fma(x, splat(_LOG2_E), splat(_ROUND_MAGIC))
+    whole = shifted - splat(_ROUND_MAGIC)
+    rest = fma(whole, splat(_MINUS_LN_2_LOW), fma(whole, splat(_MINUS_LN_2_HIGH), x))
+    value = fma(splat(_P5), rest, splat(_P4))
+    value = fma(value, rest, splat(_P3))
+    value = fma(value, rest, splat(_P2))
+    value = fma(value, rest, splat(_P1))
+    value = fma(value, rest, splat(_P0))
+    return _scale_by_power_of_two(fma(value, rest * rest, rest) + splat(_ONE), shifted)

@@ -1,0 +1,36 @@
+"""Compile all kernels before the first request needs them."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from kernels import cpu
+
+
+def warm_up(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    """Compile each kernel for `dtype` (float32 or bfloat16), or load it from the cache; yield its name and seconds."""
+    for name, call in _calls(dtype):
+        start = time.perf_counter()
+        call()
+        yield name, time.perf_counter() - start
+
+
+def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    size = 16
+    k_cache, v_cache = torch.zeros(1, 1, size, size, dtype=dtype), torch.zeros(1, 1, size, size, dtype=dtype)
+    weight_E = torch.ones(size, dtype=dtype)
+    cos_sin = torch.zeros(1, size)
+    for suffix, num_tokens in (("", 1), (" in parallel", cpu.LEAST_PARALLEL_ELEMENTS // size)):
+        x_TE = torch.zeros(num_tokens, size, dtype=dtype)
+        x_T1E = x_TE.unsqueeze(1)
+        zeros_T = torch.zeros(num_tokens, dtype=torch.int64)
+        yield "rms_norm" + suffix, partial(cpu.rms_norm, x_TE, weight_E, 1e-6)
+        yield "add_rms_norm" + suffix, partial(cpu.add_rms_norm, x_TE, x_TE.float(), weight_E, 1e-6)
+        yield "silu_and_mul" + suffix, partial(cpu.silu_and_mul, x_TE)
+        yield "rotary_embedding" + suffix, partial(cpu.rotary_embedding, x_T1E, x_T1E, cos_sin, zeros_T)
+        yield "store_kv" + suffix, partial(cpu.store_kv, x_T1E, x_T1E, k_cache, v_cache, zeros_T - 1)
+    one = torch.ones(1, dtype=torch.int32)
+    query, table, starts = weight_E.view(1, 1, size), torch.zeros(1, 1, dtype=torch.int32), torch.arange(2).int()
+    yield "paged_attention", partial(cpu.paged_attention, query, k_cache, v_cache, table, starts, one, 1.0)

@@ -1,0 +1,67 @@
+"""What a model's directory must have before anything is started on it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from octavo.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, needs_weights: bool) -> None:
+    """Raise a ModelError that names what `directory` lacks, or what it needs permission for."""
+    config_path = directory / "config.json"
+    if not config_path.is_file():
+        raise ModelError(
+            f"{model} has no config.json, so {directory} is not a model in Hugging Face's format."
+            + _other_formats(directory)
+        )
+    config = _read_object(config_path)
+    if "auto_map" in config and not trust_remote_code and not _in_transformers(config):
+        raise ModelError(
+            f"{model} (model_type {config.get('model_type')!r}) runs with Python code from its own repository, which "
+            "is not executed unless you allow it. Read that code, then pass --trust-remote-code."
+        )
+    if needs_weights:
+        _require_weights(directory, model)
+
+
+def _require_weights(directory: Path, model: str) -> None:
+    index = directory / INDEX
+    if index.is_file():
+        names = sorted(set(_read_object(index).get("weight_map", {}).values()))
+        absent = [name for name in names if not (directory / name).is_file()]
+        if absent or not names:
+            raise ModelError(
+                f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX} "
+                f"({len(absent)} of {len(names)} files). Download it again."
+            )
+    elif not any(directory.glob("*.safetensors")):
+        raise ModelError(f"{model} has no .safetensors weights in {directory}." + _other_formats(directory))
+
+
+def _other_formats(directory: Path) -> str:
+    """What could be done with the files that are there instead, as a sentence."""
+    if gguf := sorted(directory.glob("*.gguf")):
+        return f" It has GGUF files: give one of them as MODEL, for instance {gguf[0]}."
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.pt")):
+        return " Its weights are pickles, which are not loaded: save them as safetensors (save_pretrained does)."
+    return " Give a directory that save_pretrained made, a .gguf file or a Hugging Face id."
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{path} cannot be read: {error}. Download the model again.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object. Download the model again.")
+    return content
+
+
+def _in_transformers(config: dict[str, Any]) -> bool:
+    """Whether the architecture runs without its repository's code."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return config.get("model_type") in CONFIG_MAPPING_NAMES

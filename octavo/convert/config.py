@@ -1,0 +1,104 @@
+"""A GGUF file's metadata as config.json."""
+
+from typing import Any
+
+import numpy as np
+
+from octavo.convert.metadata import GGUFFile
+from octavo.errors import ModelError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Llama 3.1's scaling of rotary frequencies. A GGUF file stores only the resulting factor of each frequency;
+# every Llama 3.1, 3.2 and 3.3 uses these three numbers and differs in `factor` alone.
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def model_config(file: GGUFFile) -> dict[str, Any]:
+    """The content of config.json. Raises ModelError for what the Llama family's decoders cannot express."""
+    architecture = file.architecture
+    if architecture not in ARCHITECTURES:
+        raise ModelError(
+            f"{file.path} has the GGUF architecture {architecture!r}, which is not supported. Supported: "
+            f"{', '.join(ARCHITECTURES)} (Mistral is stored as llama). "
+            "Give the model's Hugging Face id or directory instead."
+        )
+    if file.get(f"{architecture}.expert_count"):
+        raise ModelError(f"{file.path} is a mixture of experts, which is not supported as a GGUF file.")
+
+    hidden_size = file.require(f"{architecture}.embedding_length")
+    num_attention_heads = file.require(f"{architecture}.attention.head_count")
+    head_dim = file.get(f"{architecture}.attention.key_length", hidden_size // num_attention_heads)
+    config = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": hidden_size,
+        "intermediate_size": file.require(f"{architecture}.feed_forward_length"),
+        "num_hidden_layers": file.require(f"{architecture}.block_count"),
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": file.get(f"{architecture}.attention.head_count_kv", num_attention_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": file.require(f"{architecture}.context_length"),
+        "rms_norm_eps": file.require(f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.get(f"{architecture}.rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(file, head_dim),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "vocab_size": _vocab_size(file),
+    }
+    ids = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: file.token_id(name) for key, name in ids.items()}
+    return config | {key: token_id for key, token_id in found.items() if token_id is not None}
+
+
+def _vocab_size(file: GGUFFile) -> int:
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError(f"{file.path} has no embedding (token_embd.weight): it is not a whole language model.")
+    return int(file.tensors["token_embd.weight"].shape[1])
+
+
+def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
+    """config.json's `rope_scaling`, from the metadata or from the tensor of frequency factors."""
+    prefix = f"{file.architecture}.rope"
+    if file.get(f"{prefix}.dimension_count", head_dim) != head_dim:
+        raise ModelError(f"{file.path} rotates only a part of each head, which is not supported as a GGUF file.")
+    if "rope_freqs.weight" in file.tensors:
+        return _llama3_scaling(file, head_dim)
+    match file.get(f"{prefix}.scaling.type", "none"):
+        case "none":
+            return None
+        case "linear":
+            return {"rope_type": "linear", "factor": file.require(f"{prefix}.scaling.factor")}
+        case "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": file.require(f"{prefix}.scaling.factor"),
+                "original_max_position_embeddings": file.require(f"{prefix}.scaling.original_context_length"),
+            }
+        case other:
+            raise ModelError(f"{file.path} scales its rotary frequencies by {other!r}, which is not supported.")
+
+
+def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
+    """Llama 3's parameters, recovered from the factors and proven by computing the factors again."""
+    stored = np.array(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
+    factor = float(stored.max())
+    theta = file.get(f"{file.architecture}.rope.freq_base", 10000.0)
+    expected = _llama3_factors(factor, theta, head_dim)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
+        raise ModelError(
+            f"{file.path} scales its rotary frequencies (rope_freqs.weight) in a way that is not Llama 3's. "
+            "Give the model's Hugging Face id or directory instead."
+        )
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+
+
+def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
+    """By how much each frequency is divided: 1 for short wavelengths, `factor` for long ones, smooth between."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
+    turns = LLAMA3_ROPE["original_max_position_embeddings"] / wavelengths
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)

@@ -1,0 +1,77 @@
+"""MODEL, as a person typed it, becomes a local Hugging Face directory before any process starts."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.cache import build_once, models_directory
+from octavo.checkpoint import require_checkpoint
+from octavo.convert import convert_gguf
+from octavo.demo import DEMO_NAME, demo_directory
+from octavo.errors import ModelError
+from octavo.hub import download_snapshot
+from octavo.tokenizer import with_tokenizer_json
+
+# Counts up when converting the same file gives another directory.
+CONVERSION = 1
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that lies on this machine. `served_name` is what clients call it unless told otherwise."""
+
+    directory: Path
+    served_name: str
+
+
+def resolve_model(
+    model: str | None = None, *, trust_remote_code: bool = False, needs_weights: bool = True
+) -> ResolvedModel:
+    """Return the local directory of `model`, downloading and converting what is not there yet.
+
+    `model` is a directory, a `.gguf` file, a Hugging Face id, or None for the demo. The directory has config.json,
+    tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors weights.
+    Raises ModelError, whose message says in one paragraph what is wrong and what to do.
+    """
+    if model is None:
+        return ResolvedModel(demo_directory(), DEMO_NAME)
+    directory = _locate(model, trust_remote_code, needs_weights)
+    require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=needs_weights)
+    return ResolvedModel(with_tokenizer_json(directory, model, trust_remote_code), model)
+
+
+def pull(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
+    """Make `model` ready for serving without a network, and return its directory. Raises ModelError."""
+    return resolve_model(model, trust_remote_code=trust_remote_code).directory
+
+
+def _locate(model: str, trust_remote_code: bool, needs_weights: bool) -> Path:
+    path = Path(model).expanduser()
+    if model and path.is_dir():
+        return path.absolute()
+    if path.is_file():
+        return _gguf_directory(path)
+    if not model or _looks_like_a_path(model):
+        raise ModelError(
+            f"there is no file or directory {model!r}. MODEL is a directory with config.json, a .gguf file, a Hugging "
+            "Face id such as org/name, or absent for the demo."
+        )
+    return download_snapshot(model, with_code=trust_remote_code, with_weights=needs_weights)
+
+
+def _looks_like_a_path(model: str) -> bool:
+    return model.startswith(("/", ".", "~")) or model.endswith((".gguf", "/")) or model.count("/") > 1
+
+
+def _gguf_directory(path: Path) -> Path:
+    """The directory that `path` is converted into, once for each state of the file."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise ModelError(
+                f"{path} is a file, but not a GGUF file. To serve safetensors, give the directory it is in."
+            )
+    source = path.resolve()
+    status = source.stat()
+    state = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
+    target = models_directory() / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
+    return build_once(target, lambda partial: convert_gguf(source, partial))

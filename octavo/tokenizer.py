@@ -1,0 +1,63 @@
+"""A model that comes without tokenizer.json gets one: a directory in the cache with the rest linked."""
+
+import hashlib
+from pathlib import Path
+
+from octavo.cache import build_once, models_directory
+from octavo.errors import ModelError
+
+SOURCES = (
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+    "tokenizer_config.json",
+)
+
+
+def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) -> Path:
+    """Return `directory` if it has tokenizer.json, else one in the cache that has, converted by transformers.
+
+    Raises ModelError if there is no tokenizer at all, or none that transformers can convert.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return directory
+    sources = sorted({path for pattern in SOURCES for path in directory.glob(pattern)})
+    if not sources:
+        raise ModelError(
+            f"{model} has no tokenizer: {directory} has neither tokenizer.json nor files to make one from. Copy "
+            "tokenizer.json and tokenizer_config.json from the model that it was trained from."
+        )
+    target = models_directory() / f"{directory.name}-{_key(directory)}"
+    return build_once(target, lambda partial: _convert(directory, partial, model, trust_remote_code))
+
+
+def _convert(directory: Path, partial: Path, model: str, trust_remote_code: bool) -> None:
+    from transformers import AutoTokenizer
+
+    partial.mkdir()
+    try:
+        AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code).save_pretrained(partial)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelError(_refusal(model, str(error))) from error
+    if not (partial / "tokenizer.json").is_file():
+        raise ModelError(_refusal(model, "it exists as Python code only"))
+    for path in directory.iterdir():
+        if not (partial / path.name).exists():
+            (partial / path.name).symlink_to(path.absolute())
+
+
+def _refusal(model: str, cause: str) -> str:
+    return (
+        f"{model} has no tokenizer.json, and its tokenizer cannot be converted: {cause.strip()} "
+        "Put a tokenizer.json beside its config.json."
+    )
+
+
+def _key(directory: Path) -> str:
+    """A name for the state of the directory: every file's name, size and time of change."""
+    files = [(path.name, path.stat()) for path in sorted(directory.iterdir())]
+    state = [str(directory.resolve()), *(f"{name}\0{s.st_size}\0{s.st_mtime_ns}" for name, s in files)]
+    return hashlib.sha256("\0".join(state).encode()).hexdigest()[:12]

@@ -1,0 +1,13 @@
+"""Fixtures that every folder of tests may use."""
+
+from pathlib import Path
+
+import pytest
+
+from octavo.resolve import resolve_model
+
+
+@pytest.fixture(scope="session")
+def demo_directory() -> Path:
+    """The demo model in the user's cache (`make demo-model` puts it there), as a Hugging Face directory."""
+    return resolve_model(None).directory

@@ -1,0 +1,288 @@
+import pytest
+import zmq
+
+from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
+from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
+from tests.fakes.cache_model import CacheModel, make_runner
+from tests.fakes.scheduler_side import FakeSchedulerSide
+from tests.fakes.steps import EXECUTOR, SCHEDULER, init, share, step
+
+DESCRIPTION = ExecutorReady(0, EXECUTOR, 32, 4, 100, 64, "fingerprint")
+BLOCKS = [0, 1, 2, 3]
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 1000.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Link:
+    """A server that a test turns by hand, and the scheduler's side of its real socket."""
+
+    def __init__(self, context, model=None):
+        self.context = context
+        self.clock = Clock()
+        self.scheduler = FakeSchedulerSide(context)
+        self.socket = connect(context, self.scheduler.address, EXECUTOR)
+        self.progress = StepProgress()
+        self.runner = make_runner(model)
+        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.clock)
+
+    def ready(self):
+        """Let half seconds pass until the scheduler hears ExecutorReady; return it. One without a connection is lost."""
+        self.say_ready()
+        while self.scheduler.is_silent(for_ms=100):
+            self.say_ready()
+        return self.scheduler.wait_for(ExecutorReady)
+
+    def say_ready(self):
+        self.clock.now_s += 0.5
+        self.server._say_ready_if_due()
+
+    def exchange(self, *messages):
+        """Send messages, let the server take each, and return what it answers until it has taken them all."""
+        self.scheduler.send(*messages)
+        for _ in messages:
+            self.server.turn()
+        return self.answers()
+
+    def answers(self):
+        """Return what has been answered up to now: the ExecutorReady that follows shows that nothing else is coming."""
+        self.say_ready()
+        received = []
+        while not isinstance(message := self.scheduler.receive(), ExecutorReady):
+            received.append(message)
+        return received
+
+    def welcome(self, scheduler=SCHEDULER, next_step_id=1, executor=EXECUTOR):
+        return self.exchange(Welcome(scheduler, executor, 32, next_step_id))
+
+    def restart_scheduler(self):
+        """Replace the scheduler's process by another at the same address."""
+        address = self.scheduler.address
+        self.scheduler.__exit__()
+        self.scheduler = FakeSchedulerSide(self.context, address)
+
+    def close(self):
+        self.socket.close(0)
+        self.scheduler.__exit__()
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+
+
+@pytest.fixture
+def link(context):
+    link = Link(context)
+    link.ready()
+    yield link
+    link.close()
+
+
+def decode_steps(first, last, *, scheduler=SCHEDULER):
+    """Return steps of one sequence of the prompt [1, 2], from its first to a later one."""
+    begin = share(1, 0, [1, 2], BLOCKS, init=init([1, 2]))
+    steps = [step(1, begin, scheduler=scheduler)]
+    steps += [step(n, share(1, n, [], BLOCKS), scheduler=scheduler) for n in range(2, last + 1)]
+    return steps[first - 1 :]
+
+
+def tokens(results):
+    assert all(isinstance(result, StepResult) for result in results), results
+    return [token for result in results for token in result.sequences[0].token_ids]
+
+
+def ids(results):
+    return [result.step_id for result in results]
+
+
+def test_it_says_that_it_is_there_until_it_is_welcomed_and_while_it_is_idle(link):
+    assert link.ready() == DESCRIPTION
+    assert link.ready() == DESCRIPTION
+    link.welcome()
+    assert link.ready().scheduler_incarnation == SCHEDULER
+    link.exchange(*decode_steps(1, 3))
+    ready = link.ready()
+    assert (ready.scheduler_incarnation, ready.last_step_id) == (SCHEDULER, 3)
+
+
+def test_steps_are_done_in_the_order_of_their_numbers(link):
+    link.welcome()
+    results = link.exchange(*decode_steps(1, 4))
+    assert ids(results) == [1, 2, 3, 4]
+    assert len(tokens(results)) == 4
+
+
+def test_two_steps_may_be_queued(link):
+    """The second begins when the result of the first is sent, without another message."""
+    link.welcome()
+    link.scheduler.send(*decode_steps(1, 2))
+    link.server.turn()
+    assert ids([link.scheduler.receive()]) == [1]
+    link.server.turn()
+    assert ids([link.scheduler.receive()]) == [2]
+
+
+def test_a_step_before_the_welcome_is_not_done(link):
+    assert link.exchange(*decode_steps(1, 1)) == []
+    link.welcome()
+    assert ids(link.exchange(*decode_steps(1, 1))) == [1]
+
+
+def test_a_step_that_comes_again_is_answered_again_and_not_done_again(link):
+    link.welcome()
+    one, two, three = decode_steps(1, 3)
+    first = link.exchange(one, two)
+    assert link.exchange(one, two, one) == [*first, first[0]]
+    assert ids(link.exchange(three)) == [3]
+    assert link.runner.model.num_forwards == 3
+
+
+def test_results_are_kept_for_a_while(link):
+    link.welcome()
+    steps = decode_steps(1, NUM_KEPT_RESULTS + 1)
+    results = link.exchange(*steps)
+    assert link.exchange(*steps) == results[1:]
+
+
+def test_a_step_beyond_the_next_is_ignored_and_ready_tells_which_is_missing(link):
+    link.welcome()
+    one, two, three = decode_steps(1, 3)
+    assert ids(link.exchange(one, three)) == [1]
+    assert link.ready().last_step_id == 1
+    assert ids(link.exchange(two, three)) == [2, 3]
+
+
+def test_a_delayed_welcome_does_not_turn_it_back(link):
+    link.welcome()
+    results = link.exchange(*decode_steps(1, 3))
+    assert link.welcome(next_step_id=1) == []
+    assert link.exchange(decode_steps(1, 1)[0]) == results[:1]
+    assert ids(link.exchange(step(4, share(1, 4, [], BLOCKS)))) == [4]
+
+
+def test_messages_for_another_life_are_dropped(link):
+    assert link.welcome(executor="executor-0") == []
+    assert link.exchange(*decode_steps(1, 1)) == []
+    link.welcome()
+    stale = step(1, share(1, 0, [1], BLOCKS, init=init([1])), executor="executor-0")
+    other = step(1, share(1, 0, [1], BLOCKS, init=init([1])), scheduler="scheduler-0")
+    assert link.exchange(stale, other) == []
+    assert link.runner.model.num_forwards == 0
+
+
+def test_frames_that_are_no_message_are_dropped(link):
+    link.welcome()
+    for frame in (b"", b"\x80\x04\x95pickle", encode(DESCRIPTION), b"\x93" * 100):
+        link.scheduler.send_frame(frame)
+        link.server.turn()
+    assert ids(link.exchange(*decode_steps(1, 1))) == [1]
+
+
+def test_another_scheduler_begins_anew(link):
+    link.welcome()
+    first = link.exchange(*decode_steps(1, 3))
+    link.restart_scheduler()
+    assert link.ready().scheduler_incarnation == SCHEDULER
+    link.welcome("scheduler-2", next_step_id=1)
+    ready = link.ready()
+    assert (ready.scheduler_incarnation, ready.last_step_id) == ("scheduler-2", 0)
+    assert link.runner.num_sequences == 0
+    # neither the results nor the state of the one before
+    [need] = link.exchange(step(1, share(1, 4, [], BLOCKS), scheduler="scheduler-2"))
+    assert need == NeedInit("scheduler-2", EXECUTOR, 1, [1])
+    again = link.exchange(*decode_steps(1, 3, scheduler="scheduler-2"))
+    assert tokens(again) == tokens(first)
+
+
+def test_a_scheduler_that_was_followed_by_another_is_over(link):
+    link.welcome()
+    link.welcome("scheduler-2", next_step_id=5)
+    assert link.welcome(SCHEDULER, next_step_id=9) == []
+    assert link.exchange(*decode_steps(1, 1)) == []
+    ready = link.ready()
+    assert ready.scheduler_incarnation == "scheduler-2"
+    [result] = link.exchange(step(5, share(1, 0, [1], BLOCKS, init=init([1])), scheduler="scheduler-2"))
+    assert result.step_id == 5
+
+
+def test_need_init_stops_everything_until_a_welcome_names_the_next_step(link):
+    link.welcome()
+    link.exchange(*decode_steps(1, 2))
+    unknown = step(3, share(1, 3, [], BLOCKS), share(9, 4, [], [5, 6]))
+    [need] = link.exchange(unknown)
+    assert need == NeedInit(SCHEDULER, EXECUTOR, 3, [9])
+    # the step that was in flight behind it, and the same again
+    assert link.exchange(step(4, share(1, 4, [], BLOCKS))) == []
+    assert link.exchange(unknown) == [need]
+    link.welcome(next_step_id=5)
+    assert link.exchange(unknown, step(4, share(1, 4, [], BLOCKS))) == []
+    known = share(9, 0, [7, 7, 7, 7, 1], [5, 6], init=init([7, 7, 7, 7], [1]))
+    [result] = link.exchange(step(5, share(1, 3, [], BLOCKS), known))
+    assert [len(sequence.token_ids) for sequence in result.sequences] == [1, 1]
+
+
+def test_a_step_that_raises_is_reported_and_raises(context):
+    model = CacheModel()
+    model.fails_at = 2
+    link = Link(context, model)
+    link.ready()
+    link.welcome()
+    link.exchange(*decode_steps(1, 1))
+    link.scheduler.send(*decode_steps(2, 2))
+    with pytest.raises(ArithmeticError, match="told to fail"):
+        link.server.turn()
+    failed = StepFailed(SCHEDULER, EXECUTOR, 2, "ArithmeticError: told to fail")
+    assert link.scheduler.receive() == failed
+    link.close()
+
+
+def test_what_a_step_and_the_wait_before_it_took_is_measured(link):
+    class Slow(CacheModel):
+        def forward(self, inputs, kv_caches):
+            link.clock.now_s += 0.25
+            return super().forward(inputs, kv_caches)
+
+    link.runner.model = Slow()
+    link.welcome()
+    one, two = decode_steps(1, 2)
+    link.scheduler.send(one)
+    link.server.turn()
+    link.clock.now_s += 0.125
+    link.scheduler.send(two)
+    link.server.turn()
+    first, second = link.answers()
+    assert (first.busy_s, second.busy_s, second.waited_s) == (0.25, 0.25, 0.125)
+
+
+def test_progress_is_told_while_the_main_thread_is_busy(context):
+    """The test's own thread stands for the main thread: it takes no turn at all."""
+    progress = StepProgress(step_id=7)
+    progress.count_layer()
+    progress.count_layer("module", "inputs", "output")
+    with (
+        FakeSchedulerSide(context) as scheduler,
+        ProgressReporter(context, scheduler.address, EXECUTOR, progress),
+    ):
+        assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2)
+
+
+def test_the_step_that_runs_is_the_one_that_progress_names(link):
+    seen = []
+
+    class Watching(CacheModel):
+        def forward(self, inputs, kv_caches):
+            link.progress.count_layer()
+            seen.append((link.progress.step_id, link.progress.layers_done))
+            return super().forward(inputs, kv_caches)
+
+    link.runner.model = Watching()
+    link.welcome()
+    link.exchange(*decode_steps(1, 3))
+    assert seen == [(1, 1), (2, 1), (3, 1)]

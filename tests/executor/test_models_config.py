@@ -1,0 +1,144 @@
+"""config.json of transformers 4 and 5 is read alike, and what is not supported is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from executor.models import read_model_config
+from executor.models.config import ARCHITECTURES
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def write(directory: Path, **keys: Any) -> Path:
+    (directory / "config.json").write_text(json.dumps(CONFIG | keys))
+    return directory
+
+
+def test_optional_keys_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    config = read_model_config(write(tmp_path))
+    theirs = transformers.LlamaConfig(**{key: value for key, value in CONFIG.items() if key != "architectures"})
+    assert config.head_dim == theirs.head_dim == 8
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rope.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
+    assert config.dtype == torch.float32
+
+
+def test_old_llamas_have_as_many_kv_heads_as_heads(tmp_path: Path) -> None:
+    assert read_model_config(write(tmp_path, num_key_value_heads=None)).num_kv_heads == 8
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_is_read_under_both_names(tmp_path: Path, key: str) -> None:
+    assert read_model_config(write(tmp_path, **{key: "bfloat16"})).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        ("LlamaForCausalLM", {"attention_bias": True}, (True, True, False)),
+        ("LlamaForCausalLM", {"mlp_bias": True}, (False, False, True)),
+        ("MistralForCausalLM", {"attention_bias": True}, (False, False, False)),
+        ("Qwen2ForCausalLM", {}, (True, False, False)),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, (True, True, False)),
+    ],
+)
+def test_biases_follow_the_row(tmp_path: Path, architecture: str, keys: dict[str, bool], expected: tuple) -> None:
+    config = read_model_config(write(tmp_path, architectures=[architecture], **keys))
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keys", "expected"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 7}, (None,) * 4),
+        ("MistralForCausalLM", {}, (4096,) * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, (None,) * 4),
+        ("MistralForCausalLM", {"sliding_window": 7}, (7,) * 4),
+        ("Qwen2ForCausalLM", {"sliding_window": 7, "max_window_layers": 0}, (None,) * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3},
+            (None, None, None, 7),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 7,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            (7, None, 7, None),
+        ),
+    ],
+)
+def test_sliding_windows_follow_the_row(tmp_path: Path, architecture: str, keys: dict, expected: tuple) -> None:
+    assert read_model_config(write(tmp_path, architectures=[architecture], **keys)).sliding_windows == expected
+
+
+def test_yarn_stretches_the_longest_sequence(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    assert read_model_config(write(tmp_path, rope_scaling=yarn)).longest_sequence_tokens == 1024
+    assert read_model_config(write(tmp_path)).longest_sequence_tokens == 256
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="BloomForCausalLM is not supported") as refusal:
+        read_model_config(write(tmp_path, architectures=["BloomForCausalLM"], hidden_size=None))
+    assert all(architecture in str(refusal.value) for architecture in ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*'gptq'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'.*llama3"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["chunked_attention"] * 4},
+            "layer types {'chunked_attention'}",
+        ),
+        ({"num_attention_heads": 8, "num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
+        ({"hidden_size": "64"}, r"hidden_size"),
+        ({"vocab_size": None}, r"vocab_size"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refusal:
+        read_model_config(write(tmp_path, **keys))
+    assert str(tmp_path / "config.json") in str(refusal.value)
+
+
+def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_broken_json_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": [')
+    with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_config(tmp_path)

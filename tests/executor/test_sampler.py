@@ -1,0 +1,319 @@
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from executor import sampler
+from executor.random_numbers import Purpose, philox, uniform
+from executor.sequences import SequenceState
+from protocol.messages import Logprobs, SequenceInit, pack_ids
+from protocol.sampling import SamplingParams
+
+MASK = (1 << 64) - 1
+
+
+def sequence(prompt=(1, 2, 3), output=(), **sampling):
+    params = SamplingParams(**{"max_tokens": 100, "seed": 1} | sampling)
+    return SequenceState.from_init(SequenceInit(params, pack_ids(prompt), pack_ids(output)), 0)
+
+
+def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
+    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def sample_one(logits_V, seq):
+    return sampler.sample(logits_V[None].clone(), [seq])[0][0]
+
+
+def frequencies(logits_V, num_draws=1000, **sampling):
+    """Return how often each token is drawn over a grid of uniform numbers: the sampler's exact distribution."""
+    seqs = [sequence(**sampling)] * num_draws
+    grid = torch.linspace(0, 1, num_draws + 1, dtype=torch.float64)[:-1, None]
+    draws = sampler._Draws.of(seqs, torch.device("cpu"))._replace(uniform_R1=grid)
+    token_ids = sampler._draw_rows(logits_V.repeat(num_draws, 1), [seq.sampling for seq in seqs], draws)
+    return np.bincount(token_ids.numpy(), minlength=len(logits_V)) / num_draws
+
+
+def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Return the distribution that is sampled from, in float64 and in words of the definition."""
+    logits = logits_V.double().numpy() / temperature
+    probs = np.exp(logits - logits.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    kept = order[: top_k or None]
+    mass = sum(probs[i] for i in kept)
+    nucleus, total = [], 0.0
+    for i in kept:
+        if total >= top_p * mass:
+            break
+        nucleus.append(i)
+        total += probs[i]
+    kept = [i for i in nucleus if probs[i] >= min_p * probs[order[0]]]
+    result = np.zeros_like(probs)
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+def test_philox_gives_the_numbers_of_its_authors():
+    """The known answers of Random123 for philox2x64 with ten rounds."""
+    assert philox(0, 0, 0) == (0xCA00A0459843D731, 0x66C24222C9A845B5)
+    assert philox(MASK, MASK, MASK) == (0x65B021D60CD8310F, 0x4D02F3222F86DF20)
+    pi = (0xA4093822299F31D0, 0x243F6A8885A308D3, 0x13198A2E03707344)
+    assert philox(*pi) == (0x0A5E742C2997341C, 0xB0F883D38000DE5D)
+
+
+def test_uniform_numbers_lie_in_the_unit_interval_and_differ_by_seed_and_position():
+    numbers = [uniform(seed, position, Purpose.SAMPLE) for seed in (0, 1, MASK) for position in range(500)]
+    assert all(0 <= number < 1 for number in numbers)
+    assert len(set(numbers)) == len(numbers)
+    assert abs(np.mean(numbers) - 0.5) < 0.03
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 5},
+        {"top_k": 70},  # beyond the first tier of candidates
+        {"top_k": 1000},
+        {"top_p": 0.5},
+        {"top_p": 0.9, "temperature": 2.0},
+        {"top_p": 0.999, "temperature": 2.0},  # needs the whole vocabulary
+        {"min_p": 0.1},
+        {"top_k": 20, "top_p": 0.7, "min_p": 0.15, "temperature": 1.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vocab_size", [100, 512])
+def test_tokens_are_drawn_with_the_probabilities_of_the_definition(sampling, vocab_size):
+    logits_V = random_logits(1, vocab_size, seed=7, scale=2.0)[0]
+    expected = reference(logits_V, **sampling)
+    drawn = frequencies(logits_V, **sampling)
+    assert set(np.flatnonzero(drawn)) <= set(np.flatnonzero(expected))
+    # A grid of n numbers gives each token its probability to within one point of the grid at either end.
+    np.testing.assert_allclose(drawn, expected, atol=2 / 1000)
+
+
+def test_the_inverse_cdf_goes_by_token_id():
+    logits_V = torch.tensor([0.0, 1.0, 0.5, -1.0])
+    draws = sampler._Draws.of([sequence(top_p=0.99)] * 100, torch.device("cpu"))
+    draws = draws._replace(uniform_R1=torch.linspace(0, 0.999, 100, dtype=torch.float64)[:, None])
+    tokens = sampler._draw_rows(logits_V.repeat(100, 1), [sequence(top_p=0.99).sampling] * 100, draws).tolist()
+    assert tokens == sorted(tokens)
+    assert set(tokens) == {0, 1, 2, 3}
+
+
+def test_the_largest_uniform_number_never_draws_what_is_not_kept():
+    logits_V = torch.tensor([5.0, 4.0, -200.0, 3.0, -200.0])
+    largest = torch.full((1, 1), 1 - 2.0**-53, dtype=torch.float64)
+    for sampling in ({}, {"top_k": 3}, {"min_p": 0.01}):
+        seq = sequence(**sampling)
+        draws = sampler._Draws.of([seq], torch.device("cpu"))._replace(uniform_R1=largest)
+        assert sampler._draw_rows(logits_V[None].clone(), [seq.sampling], draws).tolist() == [3]
+
+
+def test_greedy_takes_the_lowest_id_of_equals():
+    for vocab_size in (300, 512, 1024):
+        logits_V = torch.zeros(vocab_size)
+        logits_V[[17, 290, 299]] = 2.5
+        assert sample_one(logits_V, sequence(temperature=0.0)) == 17
+        assert sample_one(logits_V, sequence(temperature=1.0, top_k=1)) == 17
+
+
+def test_ties_at_the_border_of_top_k_go_to_lower_ids():
+    logits_V = torch.zeros(200)
+    logits_V[150] = 1.0
+    assert set(np.flatnonzero(frequencies(logits_V, top_k=4))) == {0, 1, 2, 150}
+    values, ids = sampler.top_k(logits_V[None], 4)
+    assert ids.tolist() == [[150, 0, 1, 2]]
+    assert values.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+
+
+def test_top_k_orders_equals_by_id_everywhere():
+    logits_RV = random_logits(6, 500).round()
+    for k in (1, 3, 64, 500):
+        _, ids = sampler.top_k(logits_RV, k)
+        for row in range(6):
+            expected = sorted(range(500), key=lambda i, row=row: (-logits_RV[row, i].item(), i))[:k]
+            assert ids[row].tolist() == expected
+
+
+def test_the_seed_and_the_output_position_choose_the_number():
+    logits_V = torch.zeros(1024)
+    tokens = [sample_one(logits_V, sequence(seed=seed)) for seed in range(20)]
+    assert len(set(tokens)) > 15
+    seq = sequence(output=[1, 2], seed=5)
+    expected = int(uniform(5, 2, Purpose.SAMPLE) * 1024)
+    assert sample_one(logits_V, seq) == expected
+
+
+def test_preemption_does_not_change_what_is_drawn():
+    """State that grew by sampling equals state rebuilt from a SequenceInit."""
+    sampling = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "temperature": 0.9}
+    logits_V = random_logits(1, 64)[0]
+    grown = sequence(**sampling)
+    for _ in range(20):
+        rebuilt = sequence(output=grown.token_ids[3:], **sampling)
+        token = sample_one(logits_V, grown)
+        assert sample_one(logits_V, rebuilt) == token
+        grown.append(token)
+
+
+def test_penalties_follow_their_formulas():
+    logits_V = random_logits(1, 40, scale=1.0)[0]
+    seq = sequence(
+        prompt=[3, 4, 4],
+        output=[4, 9, 9, 9],
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=0.5,
+    )
+    expected = logits_V.clone()
+    for token in (3, 4, 9):
+        expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
+    expected[4] -= 0.5 * 1 + 0.25
+    expected[9] -= 0.5 * 3 + 0.25
+    edited = logits_V.clone()
+    sampler._edit(edited, seq)
+    torch.testing.assert_close(edited, expected)
+    assert not torch.equal(edited[[3, 4, 9]], logits_V[[3, 4, 9]])
+
+
+def test_presence_and_frequency_leave_the_prompt_alone():
+    logits_V = torch.zeros(10)
+    sampler._edit(logits_V, sequence(prompt=[1, 2], output=[2], presence_penalty=1.0, frequency_penalty=0.5))
+    assert logits_V.tolist() == [0, 0, -1.5, 0, 0, 0, 0, 0, 0, 0]
+
+
+def test_min_tokens_masks_both_lists_until_it_is_reached():
+    logits_V = torch.zeros(300)
+    logits_V[5], logits_V[6], logits_V[7] = 3.0, 2.0, 1.0
+    # 999 lies beyond the vocabulary: some models name such an end-of-text token.
+    stops = {"temperature": 0.0, "min_tokens": 2, "eos_token_ids": (5, 999), "stop_token_ids": (6,)}
+    assert sample_one(logits_V, sequence(**stops)) == 7
+    assert sample_one(logits_V, sequence(output=[1], **stops)) == 7
+    assert sample_one(logits_V, sequence(output=[1, 1], **stops)) == 5
+
+
+def test_logit_bias_is_added_before_anything_is_cut():
+    logits_V = random_logits(1, 300)[0]
+    assert sample_one(logits_V, sequence(temperature=0.0, logit_bias=((123, 100.0),))) == 123
+    assert sample_one(logits_V, sequence(temperature=1.0, top_p=0.1, logit_bias=((123, 100.0),))) == 123
+    best = int(logits_V.argmax())
+    assert sample_one(logits_V, sequence(temperature=0.0, logit_bias=((best, -100.0),))) != best
+
+
+MIXED = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.8, "top_p": 0.95},
+    {"top_k": 20},
+    {"top_k": 200, "top_p": 0.9},
+    {"temperature": 2.0, "top_p": 0.9999},
+    {"min_p": 0.05, "temperature": 1.7},
+    {"repetition_penalty": 1.2, "temperature": 0.7, "num_logprobs": 5},
+    {"frequency_penalty": 0.5, "presence_penalty": 0.5, "temperature": 0.0, "num_logprobs": 0},
+    {"logit_bias": ((3, 2.0),), "min_tokens": 4, "eos_token_ids": (5,), "num_logprobs": 2},
+]
+
+
+@pytest.mark.parametrize("vocab_size", [997, 4096, 49_152])
+def test_a_row_is_bitwise_the_same_whatever_is_in_the_batch(vocab_size):
+    """torch splits some operations by the shape of the whole batch; none of them may be used."""
+    logits_SV = random_logits(10, vocab_size, seed=vocab_size)
+    seqs = [sequence(output=[7, 7, 8], seed=row, **sampling) for row, sampling in enumerate(MIXED)]
+    alone = [sampler.sample(logits_SV[row : row + 1].clone(), [seq]) for row, seq in enumerate(seqs)]
+    shuffled = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
+    batches = [range(10), shuffled, [0, 2], [2] * 7, [1, 5, 5], [9, 7, 8], [*range(10), *shuffled, *range(10)]]
+    for batch in batches:
+        token_ids, logprobs = sampler.sample(logits_SV[list(batch)], [seqs[row] for row in batch])
+        for position, row in enumerate(batch):
+            assert (token_ids[position], logprobs[position]) == (alone[row][0][0], alone[row][1][0]), (row, batch)
+
+
+def test_the_operations_under_the_sampler_treat_rows_apart():
+    """Finer than tokens can show: probabilities and block sums, at widths with and without a vector's remainder."""
+    for vocab_size in (997, 4096, 49_152, 50_257):
+        logits_SV = random_logits(9, vocab_size, seed=3)
+        for operation in (lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), _block_sums, _double_cumsum):
+            together = operation(logits_SV)
+            for row in range(9):
+                assert torch.equal(operation(logits_SV[row : row + 1])[0], together[row])
+            assert torch.equal(operation(logits_SV[2:5]), together[2:5])
+
+
+def _block_sums(x):
+    return x[:, : x.shape[1] // 256 * 256].reshape(len(x), -1, 256).sum(-1)
+
+
+def _double_cumsum(x):
+    return x.double().cumsum(-1)
+
+
+def floats(packed):
+    return np.frombuffer(packed, np.float32)
+
+
+def ints(packed):
+    return np.frombuffer(packed, np.int32)
+
+
+def test_logprobs_are_of_the_raw_distribution():
+    logits_V = random_logits(1, 1000, seed=5)[0]
+    expected = torch.log_softmax(logits_V.double(), -1).numpy()
+    sampling = {"temperature": 0.3, "repetition_penalty": 1.5, "logit_bias": ((3, 5.0),), "top_k": 3}
+    seq = sequence(num_logprobs=4, **sampling)
+    [token], [logprobs] = sampler.sample(logits_V[None].clone(), [seq])
+    order = np.argsort(-expected, kind="stable")
+    assert logprobs.num_alternatives == 4
+    assert ints(logprobs.top_token_ids).tolist() == order[:4].tolist()
+    np.testing.assert_allclose(floats(logprobs.top_logprobs), expected[order[:4]], atol=1e-5)
+    np.testing.assert_allclose(floats(logprobs.token_logprobs), expected[token], atol=1e-5)
+    assert ints(logprobs.token_ranks).tolist() == [order.tolist().index(token) + 1]
+
+
+def test_zero_alternatives_are_the_token_alone_and_none_is_nothing():
+    logits_SV = random_logits(2, 100)
+    seqs = [sequence(num_logprobs=0, temperature=0.0), sequence(temperature=0.0)]
+    token_ids, logprobs = sampler.sample(logits_SV.clone(), seqs)
+    expected = logits_SV[0].log_softmax(-1)[token_ids[0]].numpy().tobytes()
+    assert logprobs == [Logprobs(0, expected, pack_ids([1])), None]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("sampling", MIXED, ids=str)
+def test_logits_that_are_not_finite_neither_raise_nor_touch_a_neighbour(value, sampling, caplog):
+    logits_SV = random_logits(2, 512)
+    logits_SV[0] = value
+    clean, broken = sequence(seed=3), sequence(**sampling)
+    expected = sample_one(logits_SV[1], clean)
+    with caplog.at_level(logging.WARNING):
+        token_ids, _ = sampler.sample(logits_SV, [broken, clean])
+    assert 0 <= token_ids[0] < 512
+    assert token_ids[1] == expected
+    assert "not finite" in caplog.text
+
+
+def test_a_single_nan_is_never_drawn():
+    logits_V = torch.zeros(300)
+    logits_V[5] = math.nan
+    assert all(sample_one(logits_V, sequence(seed=seed)) != 5 for seed in range(50))
+    assert sample_one(logits_V, sequence(temperature=0.0)) == 0
+
+
+def test_a_tiny_temperature_is_greedy():
+    logits_V = random_logits(1, 512)[0]
+    for temperature in (1e-40, 1e-6, 1e-4):
+        assert sample_one(logits_V, sequence(temperature=temperature)) == int(logits_V.argmax())
+
+
+def test_masked_tokens_are_never_drawn():
+    """-inf is a legitimate logit: a padded vocabulary, later a grammar's mask."""
+    logits_V = torch.full((512,), -math.inf)
+    logits_V[[10, 400]] = 1.0
+    for sampling in ({}, {"top_k": 5}, {"top_p": 0.9}, {"top_p": 0.9999, "min_p": 0.1}):
+        assert {sample_one(logits_V, sequence(seed=seed, **sampling)) for seed in range(30)} == {10, 400}

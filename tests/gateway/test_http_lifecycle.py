@@ -1,0 +1,197 @@
+"""How requests end: clients that leave, schedulers that go, failures in the middle, silence."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from protocol.messages import Abort, Rejected, Submit
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.http_server import MODEL, Served, chat, completion, dechunked, parse_events, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@asynccontextmanager
+async def connection(served: Served, path: str, body: dict[str, Any]) -> AsyncIterator[asyncio.StreamReader]:
+    """Send a request on a connection of its own, which is closed at the end of the context."""
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    content = msgspec.json.encode(body)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+    try:
+        yield reader
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def aborted(served: Served, count: int) -> set[str]:
+    return {abort.request_id for abort in await served.scheduler.wait_for(Abort, count)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(CHAT, chat(max_tokens=400)), (COMPLETIONS, completion(max_tokens=400))])
+async def test_a_client_that_leaves_aborts_what_runs(
+    served: Served, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    async with connection(served, path, body | {"n": 3, "stream": stream}) as reader:
+        submits = await served.scheduler.wait_for(Submit, 3)
+        await until(lambda: all(record.num_tokens for record in served.scheduler.records.values()))
+        served.scheduler.paused = True
+        if stream:
+            await reader.readuntil(b"data: ")
+    assert await aborted(served, 3) == {submit.request_id for submit in submits}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_while_it_is_queued(served: Served, stream: bool) -> None:
+    served.scheduler.paused = True
+    async with connection(served, CHAT, chat(stream=stream)) as reader:
+        [submit] = await served.scheduler.wait_for(Submit)
+        if stream:
+            await reader.readuntil(b": ping")
+    assert await aborted(served, 1) == {submit.request_id}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_it_is_admitted(served: Served, stream: bool) -> None:
+    served.scheduler.frozen = True
+    async with connection(served, CHAT, chat(stream=stream)) as reader:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.3)  # no header before it is admitted
+    served.scheduler.frozen = False
+    served.scheduler.paused = True
+    [submit] = await served.scheduler.wait_for(Submit)
+    assert await aborted(served, 1) == {submit.request_id}
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body(served: Served) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"prompt"')
+    await writer.drain()
+    writer.close()
+    await writer.wait_closed()
+    await served.complete()
+    assert len(served.scheduler.messages(Submit)) == 1
+
+
+async def test_choices_start_together_or_not_at_all(served: Served) -> None:
+    served.scheduler.paused = True
+
+    def reject_the_second(submit: Submit) -> Rejected | None:
+        return Rejected(submit.request_id, "full", 1.0) if submit.request_id.endswith("-1") else None
+
+    served.scheduler.rejection = reject_the_second
+    response = await served.post(COMPLETIONS, completion(n=3))
+    assert response.status_code == 429
+    admitted = {submit.request_id for submit in served.scheduler.messages(Submit) if submit.request_id[-2:] != "-1"}
+    assert admitted <= await aborted(served, len(admitted))
+
+
+async def test_a_finished_request_is_not_aborted(served: Served) -> None:
+    await served.chat(n=2)
+    await served.stream(CHAT, chat(n=2))
+    await served.chat(stop="w", max_tokens=20)  # this one the gateway ends itself
+    last = served.scheduler.messages(Submit)[-1]
+    assert await aborted(served, 1) == {last.request_id}
+
+
+async def test_a_silent_stream_is_kept_alive_by_comments(served: Served) -> None:
+    served.scheduler.paused = True
+    async with connection(served, CHAT, chat(stream=True, max_tokens=3)) as reader:
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert b"content-type: text/event-stream" in head
+        assert b"cache-control: no-cache" in head
+        assert b"x-accel-buffering: no" in head
+        silence = b"".join([await reader.readuntil(b": ping\n\n\r\n") for _ in range(2)])
+        served.scheduler.paused = False
+        rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+    assert parse_events(dechunked(silence + rest))[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_failure_in_the_middle_is_one_error_event(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler) as served:
+        whole = asyncio.create_task(served.post(CHAT, chat(max_tokens=400)))
+        async with connection(served, CHAT, chat(stream=True, max_tokens=400)) as reader:
+            await reader.readuntil(b"\r\n\r\n")
+            stream = await served.openai.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True, max_tokens=400
+            )
+            await anext(stream)
+            await scheduler.wait_for(Submit, 3)
+            scheduler.paused = True
+            scheduler.restart(model_fingerprint="another model")
+            rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+            with pytest.raises(openai.APIError):
+                async for _ in stream:
+                    pass
+        response = await whole
+    *_, last, end = dechunked(rest).split(b"\n\n")
+    error = msgspec.json.decode(last.removeprefix(b"data: "))["error"]
+    assert end == b""
+    assert set(error) == {"message", "type", "param", "code"}
+    assert b"[DONE]" not in rest
+    assert b'"finish_reason":"' not in rest
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == error["message"]
+
+
+async def test_no_work_is_taken_while_none_can_progress(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler) as served:
+        assert (await served.http.get("/health")).status_code == 200
+        scheduler.can_progress = False
+        async with asyncio.timeout(10):
+            while (await served.http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+        health = await served.http.get("/health")
+        assert (health.status_code, health.json()["error"]["type"]) == (503, "service_unavailable_error")
+        for path, body in ((CHAT, chat()), (CHAT, chat(stream=True)), (COMPLETIONS, completion())):
+            response = await served.post(path, body)
+            assert (response.status_code, response.json()["error"]["type"]) == (503, "service_unavailable_error")
+        assert (await served.http.get("/v1/models")).status_code == 200
+        scheduler.can_progress = True
+        async with asyncio.timeout(10):
+            while (await served.http.get("/health")).status_code != 200:
+                await asyncio.sleep(0.01)
+        await served.chat()
+
+
+async def test_without_a_scheduler_there_is_a_503(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    scheduler.frozen = True
+    async with serving(tiny_model, scheduler) as served:
+        assert (await served.http.get("/health")).status_code == 503
+        assert (await served.post(CHAT, chat())).status_code == 503
+        [model, _] = (await served.http.get("/v1/models")).json()["data"]
+        assert model["max_model_len"] is None
+        scheduler.frozen = False
+
+
+async def test_a_stream_goes_on_after_the_scheduler_came_back(served: Served) -> None:
+    undisturbed = await served.chat(seed=3, max_tokens=40)
+    stream = asyncio.create_task(served.stream(CHAT, chat(seed=3, max_tokens=40)))
+    await served.scheduler.wait_for(Submit, 2)
+    served.scheduler.restart()
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in await stream)
+    assert text == undisturbed["choices"][0]["message"]["content"]
+
+
+async def test_frames_of_a_hundred_streams_are_whole(served: Served) -> None:
+    streams = [served.stream(CHAT, chat("🫠" * (index % 7), seed=index, max_tokens=9)) for index in range(100)]
+    for chunks in await asyncio.gather(*streams):
+        assert chunks[-1]["choices"][0]["finish_reason"] == "length"

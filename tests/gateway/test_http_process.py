@@ -1,0 +1,115 @@
+"""`python -m gateway` as a process: what it says, how it stops, what it refuses, what it does not load."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fakes.fake_scheduler import FakeScheduler, running
+from tests.fakes.http_server import chat
+from tests.fakes.tiny_model import VOCAB_SIZE
+
+COMMAND = [sys.executable, "-P", "-m", "gateway"]
+ROOT = Path(__file__).parents[2]
+
+
+def environ(**settings: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
+    return kept | {"PYTHONPATH": str(ROOT)} | {f"OCTAVO_{name.upper()}": value for name, value in settings.items()}
+
+
+def run(*flags: str, **settings: str) -> Any:
+    return subprocess.run([*COMMAND, *flags], env=environ(**settings), capture_output=True, text=True, timeout=60)
+
+
+@contextmanager
+def gateway(*flags: str, **settings: str) -> Iterator[tuple["subprocess.Popen[str]", str, list[str]]]:
+    """Run a gateway on a free port; give the process, its address, and what it logged until it listened."""
+    process = subprocess.Popen(
+        [*COMMAND, "--port", "0", *flags], env=environ(**settings), stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process, process.stderr:
+        try:
+            lines: list[str] = []
+            while not (found := re.search(r"listening on (http://\S+)", lines[-1] if lines else "")):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "it ended: " + "".join(lines)
+            yield process, found[1], lines
+        finally:
+            process.kill()
+
+
+async def test_it_stops_in_order_with_a_stream_open(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address}
+        async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
+            with gateway(**settings) as (process, url, _):
+                while not await is_healthy(http, url):
+                    pass
+                scheduler.paused = True
+                body = chat(stream=True, model=None)
+                async with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+                    assert response.status_code == 200
+                    process.send_signal(signal.SIGINT)
+                    with pytest.raises(httpx.RemoteProtocolError):
+                        await response.aread()
+                assert process.wait(20) == 0
+
+
+async def is_healthy(http: httpx.AsyncClient, url: str) -> bool:
+    try:
+        return (await http.get(f"{url}/health")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None:
+    with gateway("--host", "0.0.0.0", model=str(tiny_model)) as (_, _, lines):
+        assert [line for line in lines if "no API key is set" in line]
+    with gateway("--host", "0.0.0.0", "--api-key", "k", model=str(tiny_model)) as (_, _, lines):
+        assert not [line for line in lines if "WARNING" in line]
+
+
+def test_a_port_that_is_taken_is_named(tiny_model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run("--port", str(port), model=str(tiny_model))
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert str(port) in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "/nowhere"}, "/nowhere"),
+        ({"port": "http"}, "port cannot be 'http'"),
+        ({"prot": "1"}, "did you mean OCTAVO_PORT?"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(tiny_model: Path, settings: dict[str, str], words: str) -> None:
+    ended = run(**({"model": str(tiny_model)} | settings))
+    assert ended.returncode == 2
+    [line] = ended.stderr.splitlines()
+    assert words in line
+
+
+def test_it_never_loads_torch(tiny_model: Path) -> None:
+    program = (
+        "import sys; from gateway.app import create_app; from protocol.config import Config;"
+        f"create_app(Config(model={str(tiny_model)!r}));"
+        "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], env=environ(), check=True, timeout=60)

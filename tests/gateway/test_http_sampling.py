@@ -1,0 +1,111 @@
+"""What reaches the scheduler for what a request says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protocol.messages import Submit
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.http_server import Served, serving
+from tests.fakes.tiny_model import IM_END, write_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def submitted(served: Served, **fields: Any) -> Submit:
+    await served.chat(**fields)
+    return served.scheduler.messages(Submit)[-1]
+
+
+FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "nothing": (
+        {},
+        {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "num_logprobs": None},
+    ),
+    "end": ({}, {"eos_token_ids": (IM_END,), "stop_token_ids": (), "min_tokens": 0, "logit_bias": ()}),
+    "temperature": ({"temperature": 0}, {"temperature": 0.0}),
+    "nulls": ({"temperature": None, "top_p": None, "seed": None, "n": None}, {"temperature": 1.0, "top_p": 1.0}),
+    "top_p": ({"top_p": 0.5}, {"top_p": 0.5}),
+    "top_k": ({"top_k": 7}, {"top_k": 7}),
+    "top_k off": ({"top_k": -1}, {"top_k": 0}),
+    "min_p": ({"min_p": 0.1}, {"min_p": 0.1}),
+    "penalties": (
+        {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 1.5},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 1.5},
+    ),
+    "seed": ({"seed": 2**63 - 1}, {"seed": 2**63 - 1}),
+    "negative seed": ({"seed": -1}, {"seed": 2**64 - 1}),
+    "ignore_eos": ({"ignore_eos": True}, {"eos_token_ids": ()}),
+    "stop ids": ({"stop_token_ids": [9, 8]}, {"stop_token_ids": (9, 8), "eos_token_ids": (IM_END,)}),
+    "min_tokens": ({"min_tokens": 8}, {"min_tokens": 8, "max_tokens": 8}),
+    "logit_bias": ({"logit_bias": {"9": -100, "5": 1.5}}, {"logit_bias": ((5, 1.5), (9, -100.0))}),
+    "logprobs": ({"logprobs": True}, {"num_logprobs": 0}),
+    "top_logprobs": ({"logprobs": True, "top_logprobs": 20}, {"num_logprobs": 20}),
+    "no logprobs": ({"logprobs": False}, {"num_logprobs": None}),
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+async def test_fields_arrive(served: Served, name: str) -> None:
+    fields, expected = FIELDS[name]
+    sampling = (await submitted(served, **fields)).sampling
+    assert {field: getattr(sampling, field) for field in expected} == expected
+
+
+NEUTRAL: dict[str, Any] = {
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "logit_bias": {},
+    "n": 1,
+    "parallel_tool_calls": True,
+    "modalities": ["text"],
+    "functions": None,
+    "audio": None,
+    "prompt_logprobs": None,
+    "stop": [],
+    "user": "ada",
+    "metadata": {"trace": "1"},
+    "store": True,
+    "service_tier": "auto",
+    "priority": 0,
+    "stream_options": None,
+    "stream": False,
+}
+
+
+async def test_neutral_and_advisory_fields_are_taken(served: Served) -> None:
+    await served.chat(**NEUTRAL)
+    for name, value in NEUTRAL.items():
+        await served.chat(**{name: value})
+    await served.complete(best_of=1, suffix=None, stream_options=None)
+
+
+async def test_an_unset_field_is_the_generation_config_s(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    defaults = {"temperature": 0.25, "top_p": 0.75, "top_k": 5, "repetition_penalty": 1.25, "max_new_tokens": 3}
+    write_tiny_model(tmp_path, **defaults)
+    async with serving(tmp_path, scheduler) as served:
+        sampling = (await submitted(served, max_tokens=None)).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.25, 0.75, 5)
+        assert (sampling.repetition_penalty, sampling.max_tokens) == (1.25, 3)
+        sampling = (await submitted(served, temperature=1.5, top_k=0)).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.5, 0.75, 0)
+
+
+async def test_drawn_seeds_repeat_with_the_configured_seed(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    lives = []
+    for seed in (5, 5, 6):
+        async with serving(tiny_model, scheduler, seed=seed) as served:
+            lives.append([(await submitted(served)).sampling.seed for _ in range(3)])
+    assert lives[0] == lives[1] != lives[2]
+    assert len(set(lives[0])) == 3
+
+
+async def test_seeds_are_drawn_anew_without_one(served: Served) -> None:
+    seeds = {(await submitted(served)).sampling.seed for _ in range(3)}
+    assert len(seeds) == 3
+
+
+async def test_a_cache_salt_travels(served: Served) -> None:
+    assert (await submitted(served, cache_salt="pepper")).cache_salt == "pepper"

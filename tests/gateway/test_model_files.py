@@ -1,0 +1,106 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.chat_template import ChatTemplateError
+from gateway.model_files import ModelFiles, SamplingDefaults, read_model_files
+from protocol.config import Config
+from tests.fakes.tiny_tokenizers import write_byte_level_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_byte_level_model(tmp_path / "model")
+
+
+def read(directory: Path, **settings: str) -> ModelFiles:
+    files = read_model_files(Config(model=str(directory), **settings))
+    files.tokenizer.close()
+    return files
+
+
+def write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content))
+
+
+def chat_text(files: ModelFiles) -> str:
+    return files.chat_template.render([{"role": "user", "content": "hi"}]).text
+
+
+def test_the_demo_directory_is_read(demo_directory: Path) -> None:
+    files = read(demo_directory)
+    assert (files.eos_token_ids, files.max_position_tokens) == ((2,), 8192)
+    assert chat_text(files).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_eos_ids_are_the_union_of_what_three_files_say(directory: Path) -> None:
+    write(directory / "generation_config.json", {"eos_token_id": [7, 2]})
+    assert read(directory).eos_token_ids == (7, 2, 4)  # generation_config, config, tokenizer_config
+
+
+def test_a_text_model_inside_a_larger_one_is_read(directory: Path) -> None:
+    write(directory / "config.json", {"text_config": {"eos_token_id": 9, "max_position_embeddings": 99}})
+    files = read(directory)
+    assert (files.eos_token_ids, files.max_position_tokens) == ((9, 4), 99)
+
+
+def test_sampling_defaults_come_from_where_the_operator_says(directory: Path, tmp_path: Path) -> None:
+    own = {"do_sample": False, "temperature": 0.7, "top_k": -1, "top_p": None, "max_new_tokens": 30}
+    write(directory / "generation_config.json", own)
+    write(tmp_path / "generation_config.json", {"min_p": 0.1, "repetition_penalty": 1.2})
+    assert read(directory).sampling_defaults == SamplingDefaults(temperature=0.7, top_k=0, max_tokens=30)
+    assert read(directory, generation_config="octavo").sampling_defaults == SamplingDefaults()
+    elsewhere = read(directory, generation_config=str(tmp_path)).sampling_defaults
+    assert elsewhere == SamplingDefaults(min_p=0.1, repetition_penalty=1.2)
+
+
+def test_the_template_is_taken_from_where_transformers_takes_it(directory: Path) -> None:
+    write(directory / "tokenizer_config.json", {"chat_template": "config"})
+    assert chat_text(read(directory)) == "config"
+    named = [{"name": "default", "template": "named"}, {"name": "rag", "template": "other"}]
+    write(directory / "tokenizer_config.json", {"chat_template": named})
+    assert chat_text(read(directory)) == "named"
+    write(directory / "chat_template.json", {"chat_template": "json"})
+    assert chat_text(read(directory)) == "json"
+    (directory / "chat_template.jinja").write_text("jinja")
+    assert chat_text(read(directory)) == "jinja"
+
+
+def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -> None:
+    (directory / "tokenizer_config.json").unlink()
+    files = read(directory)
+    assert files.eos_token_ids == (2,)
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        chat_text(files)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{", r"config\.json is not JSON"),
+        ("config.json", "[]", r"config\.json is not a JSON object"),
+        ("config.json", '{"eos_token_id": "x"}', "eos_token_id 'x'"),
+        ("config.json", '{"max_position_embeddings": -1}', "max_position_embeddings is -1"),
+        ("generation_config.json", '{"top_p": 7}', r"generation_config\.json.*top_p"),
+        ("generation_config.json", '{"temperature": "hot"}', r"generation_config\.json.*temperature"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
+        ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat template"),
+        ("chat_template.jinja", "{% if %}", "chat template"),
+    ],
+)
+def test_what_is_malformed_is_named(directory: Path, name: str, content: str, words: str) -> None:
+    (directory / name).write_text(content)
+    with pytest.raises(ValueError, match=words):
+        read(directory)
+
+
+def test_what_is_missing_is_named(directory: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        read(directory / "nowhere")
+    with pytest.raises(ValueError, match=r"generation_config\.json does not exist"):
+        read(directory, generation_config=str(directory))
+    (directory / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"config\.json does not exist"):
+        read(directory)

@@ -1,0 +1,86 @@
+"""What holds in a fresh process: one OpenMP runtime, a cache that may be missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from kernels import cpu
+from kernels.cpu.checks import LIKE
+from kernels.cpu.jit import cache_directory
+from kernels.cpu.warm_up import warm_up
+
+COMPUTE = """
+import kernels
+import torch
+x = torch.ones(4096, 32)
+kernels.cpu.set_num_threads(2)
+kernels.rms_norm(x, torch.ones(32), 1e-5)
+(x.T @ x).sum()
+print(len(kernels.cpu.openmp_libraries()))
+"""
+
+NORM = """
+import kernels
+import torch
+print(kernels.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
+"""
+
+
+def test_numba_and_torch_share_one_openmp_runtime() -> None:
+    finished = _run(COMPUTE)
+    assert finished.stdout.split() == ["1"]
+
+
+def test_kernels_work_without_a_cache_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finished = _run(NORM, NUMBA_CACHE_DIR=str(tmp_path / "file" / "below"))
+    assert finished.stdout.split() == ["1.0"]
+    assert finished.stderr.count("compiled kernels cannot be kept") == 1
+
+
+def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache_directory().parent == Path("/somewhere/octavo/numba")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/elsewhere")
+    assert cache_directory().parent == Path("/elsewhere")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
+    names = [name for name, _ in warm_up(dtype)]
+    assert len(names) == len(set(names)) == 11
+    kernels = {
+        name: kernel
+        for module in (cpu.pointwise, cpu.attention)
+        for name, kernel in vars(module).items()
+        if not name.startswith("_") and getattr(kernel, "__module__", "") == module.__name__
+        if hasattr(kernel, "signatures")
+    }
+    like = numba.typeof(LIKE[dtype])
+    compiled = {name for name, kernel in kernels.items() if like in {kind for (kind, *_) in kernel.signatures}}
+    assert compiled == kernels.keys() - {"first_outside"}
+    assert len(cpu.pointwise.first_outside.signatures) == 1
+
+
+@pytest.mark.parametrize("num_threads", [0, 1_000_000])
+def test_an_impossible_number_of_threads_is_refused(num_threads: int) -> None:
+    with pytest.raises(ValueError, match="this process may use"):
+        cpu.set_num_threads(num_threads)
+
+
+def _run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )

@@ -1,0 +1,128 @@
+"""Models from a hub. Each resolution is a process of its own, since huggingface_hub reads HF_* when imported."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.octavo.fake_hub import COMMIT, FakeHub, running
+
+ROOT = Path(__file__).parents[2]
+WANTED = {
+    "config.json": b'{"model_type": "llama"}',
+    "generation_config.json": b'{"eos_token_id": 2}',
+    "tokenizer.json": b'{"version": "1.0"}',
+    "tokenizer_config.json": b'{"eos_token": "</s>"}',
+    "chat_template.jinja": b"{{ messages }}",
+    "model-1.safetensors": b"1",
+    "model-2.safetensors": b"2",
+    "model.safetensors.index.json": json.dumps(
+        {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    ).encode(),
+}
+UNWANTED_NAMES = (
+    "README.md",
+    "consolidated.safetensors",
+    "modeling_tiny.py",
+    "onnx/model.onnx",
+    "original/model.safetensors",
+    "pytorch_model.bin",
+    "tiny.gguf",
+)
+UNWANTED = dict.fromkeys(UNWANTED_NAMES, b"large")
+RESOLVE = """
+import sys
+from octavo.errors import ModelError
+from octavo.resolve import resolve_model
+try:
+    print(resolve_model(sys.argv[1], needs_weights="--dummy" not in sys.argv))
+except ModelError as error:
+    print("refused:", error)
+"""
+
+
+def resolve(model: str, cache: Path, endpoint: str, *flags: str, **environment: str) -> str:
+    """What `resolve_model(model)` returns or raises in a fresh process with that cache and that hub."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    variables = {"HF_HOME": str(cache), "HF_ENDPOINT": endpoint, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", RESOLVE, model, *flags],
+        env=clean | variables | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return done.stdout.strip()
+
+
+def snapshot(cache: Path) -> Path:
+    return cache / "hub" / "models--org--tiny" / "snapshots" / COMMIT
+
+
+@pytest.fixture
+def endpoint_of_nobody() -> str:
+    """The address of a hub that has gone."""
+    with running(FakeHub({})) as hub:
+        return hub.endpoint
+
+
+def test_only_what_serving_needs_is_downloaded(tmp_path: Path, endpoint_of_nobody: str) -> None:
+    resolved = f"ResolvedModel(directory={snapshot(tmp_path)!r}, served_name='org/tiny')"
+    with running(FakeHub(WANTED | UNWANTED)) as hub:
+        assert resolve("org/tiny", tmp_path, hub.endpoint, HF_TOKEN="secret") == resolved
+    assert sorted(hub.downloaded) == sorted(WANTED)
+    assert "Bearer secret" in hub.tokens
+    # From now on it needs no hub.
+    assert resolve("org/tiny", tmp_path, endpoint_of_nobody) == resolved
+    assert resolve("org/tiny", tmp_path, endpoint_of_nobody, HF_HUB_OFFLINE="1") == resolved
+
+
+def test_random_weights_need_no_download_of_weights(tmp_path: Path) -> None:
+    with running(FakeHub(WANTED)) as hub:
+        assert str(snapshot(tmp_path)) in resolve("org/tiny", tmp_path, hub.endpoint, "--dummy")
+        assert not [name for name in hub.downloaded if "safetensors" in name]
+        # A process without the network must not take the rest of the snapshot for the whole.
+        assert "HF_HUB_OFFLINE forbids" in resolve("org/tiny", tmp_path, hub.endpoint, HF_HUB_OFFLINE="1")
+
+
+def test_a_repository_without_safetensors_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
+    files = {name: content for name, content in WANTED.items() if "safetensors" not in name}
+    with running(FakeHub(files | {"pytorch_model.bin": b"large"})) as hub:
+        assert "org/tiny has no .safetensors weights" in resolve("org/tiny", tmp_path, hub.endpoint)
+    assert "pytorch_model.bin" not in hub.downloaded
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("org/tyni", "has no model 'org/tyni', or it is private"),
+        ("tyni", "has no model 'tyni', or it is private"),
+        ("org/gated", "org/gated is gated"),
+        ("not an id", "'not an id' is neither a file or directory here nor a Hugging Face id"),
+    ],
+)
+def test_what_the_hub_refuses_is_explained(model: str, cause: str, tmp_path: Path) -> None:
+    with running(FakeHub(WANTED)) as hub:
+        message = resolve(model, tmp_path, hub.endpoint)
+    assert message.startswith("refused:")
+    assert "\n" not in message
+    assert cause in message
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(tmp_path: Path, endpoint_of_nobody: str) -> None:
+    message = resolve("org/tiny", tmp_path, endpoint_of_nobody)
+    assert f"could not be fetched from {endpoint_of_nobody} (" in message
+    assert "\n" not in message
+    assert "HF_ENDPOINT" in message
+    assert "a local path" in message
+
+
+def test_offline_and_not_cached_is_said(tmp_path: Path, endpoint_of_nobody: str) -> None:
+    message = resolve("org/tiny", tmp_path, endpoint_of_nobody, HF_HUB_OFFLINE="1")
+    assert f"not (or not wholly) in the cache {tmp_path / 'hub'}" in message
+    assert "HF_ENDPOINT" in message
+    assert "a local path" in message

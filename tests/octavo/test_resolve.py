@@ -1,0 +1,154 @@
+"""Every kind of MODEL that lies on this machine, and every way in which it can be wrong."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from octavo.errors import ModelError
+from octavo.resolve import ResolvedModel, pull, resolve_model
+from tests.octavo.tiny_gguf import tiny_model, vocabulary, write_gguf
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty model cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "octavo" / "models"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A directory with the files that make a model, as far as resolution looks at them."""
+    directory = tmp_path / "checkpoint"
+    directory.mkdir()
+    write(directory, "config.json", {"model_type": "llama"})
+    write(directory, "tokenizer.json", {})
+    (directory / "model.safetensors").touch()
+    return directory
+
+
+def write(directory: Path, name: str, content: dict[str, Any]) -> None:
+    (directory / name).write_text(json.dumps(content))
+
+
+def refusal(model: str, **options: bool) -> str:
+    with pytest.raises(ModelError) as error:
+        resolve_model(model, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_directory_is_used_as_it_is(checkpoint: Path, cache: Path) -> None:
+    assert resolve_model(str(checkpoint)) == ResolvedModel(checkpoint, str(checkpoint))
+    assert not cache.exists()
+
+
+def test_a_directory_is_served_under_the_name_that_was_typed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    assert resolve_model("checkpoint/") == ResolvedModel(checkpoint, "checkpoint/")
+    monkeypatch.setenv("HOME", str(checkpoint.parent))
+    assert resolve_model("~/checkpoint") == ResolvedModel(checkpoint, "~/checkpoint")
+
+
+@pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "~/nowhere", "nowhere.gguf", "a/b/c", ""])
+def test_what_is_not_there_is_named(model: str) -> None:
+    assert f"no file or directory {model!r}" in refusal(model)
+
+
+def test_a_directory_without_config_is_no_model(checkpoint: Path) -> None:
+    (checkpoint / "config.json").unlink()
+    assert "has no config.json" in refusal(str(checkpoint))
+    (checkpoint / "tiny.gguf").touch()
+    assert f"give one of them as MODEL, for instance {checkpoint}/tiny.gguf" in refusal(str(checkpoint))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff"])
+def test_a_damaged_config_is_named(text: str, checkpoint: Path) -> None:
+    (checkpoint / "config.json").write_text(text, encoding="latin-1")
+    assert str(checkpoint / "config.json") in refusal(str(checkpoint))
+
+
+def test_weights_must_be_safetensors(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    message = refusal(str(checkpoint))
+    assert "no .safetensors weights" in message
+    assert "pickles" in message
+    assert resolve_model(str(checkpoint), needs_weights=False).directory == checkpoint
+
+
+def test_every_shard_must_be_there(checkpoint: Path) -> None:
+    shards = {"a": "model.safetensors", "b": "model-2.safetensors"}
+    write(checkpoint, "model.safetensors.index.json", {"weight_map": shards})
+    assert "lacks model-2.safetensors of model.safetensors.index.json (1 of 2 files)" in refusal(str(checkpoint))
+    (checkpoint / "model-2.safetensors").touch()
+    assert resolve_model(str(checkpoint)).directory == checkpoint
+
+
+def test_code_from_a_repository_needs_permission(checkpoint: Path) -> None:
+    write(checkpoint, "config.json", {"model_type": "mystery", "auto_map": {"AutoModelForCausalLM": "m.Model"}})
+    message = refusal(str(checkpoint))
+    assert str(checkpoint) in message
+    assert "--trust-remote-code" in message
+    assert resolve_model(str(checkpoint), trust_remote_code=True).directory == checkpoint
+
+
+def test_code_is_not_needed_for_an_architecture_that_is_known(checkpoint: Path) -> None:
+    write(checkpoint, "config.json", {"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "m.Model"}})
+    assert resolve_model(str(checkpoint)).directory == checkpoint
+
+
+def test_a_model_without_any_tokenizer_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    assert "neither tokenizer.json nor files to make one from" in refusal(str(checkpoint))
+
+
+def test_a_tokenizer_of_another_format_is_converted(checkpoint: Path, cache: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink()
+    write(checkpoint, "config.json", {"model_type": "gpt2"})
+    write(checkpoint, "tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"})
+    tokens = [*vocabulary()[0], "Ġhe"]
+    write(checkpoint, "vocab.json", {token: i for i, token in enumerate(tokens)})
+    (checkpoint / "merges.txt").write_text("#version: 0.2\nh e\nĠ he\n")
+
+    resolved = resolve_model(str(checkpoint))
+    assert resolved.served_name == str(checkpoint)
+    assert resolved.directory.parent == cache
+    tokenizer = Tokenizer.from_file(str(resolved.directory / "tokenizer.json"))
+    assert tokenizer.encode("he he").tokens == ["he", "Ġhe"]
+    assert (resolved.directory / "model.safetensors").resolve() == checkpoint / "model.safetensors"
+    assert resolve_model(str(checkpoint)) == resolved
+    assert not (checkpoint / "tokenizer.json").exists()
+
+
+def test_a_tokenizer_that_cannot_be_converted_is_refused(checkpoint: Path, cache: Path) -> None:
+    (checkpoint / "tokenizer.json").rename(checkpoint / "tokenizer.model")
+    assert "its tokenizer cannot be converted" in refusal(str(checkpoint))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    resolved = resolve_model(str(path))
+    assert resolved.served_name == str(path)
+    assert resolved.directory.parent == cache
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(file.name for file in resolved.directory.iterdir()) == names
+
+    written = (resolved.directory / "model.safetensors").stat()
+    assert resolve_model(str(path)) == resolved
+    assert (resolved.directory / "model.safetensors").stat().st_ino == written.st_ino
+
+
+def test_a_gguf_file_that_changed_is_another_model(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    first = pull(str(path))
+    os.utime(path, ns=(0, 0))
+    assert pull(str(path)) != first
+
+
+def test_a_file_that_is_not_gguf_is_refused(checkpoint: Path) -> None:
+    assert "not a GGUF file" in refusal(str(checkpoint / "tokenizer.json"))

@@ -1,0 +1,164 @@
+"""Small random GGUF files, made from transformers models as llama.cpp's converter makes them."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tokenizers import pre_tokenizers
+
+HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS = 64, 2, 4, 2
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+USER_DEFINED = ["<think>"]
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2", "2 3", "o Ġ"]
+CHAT_TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m.content + '<|im_end|>' }}{% endfor %}"
+
+
+def vocabulary() -> tuple[list[str], list[int]]:
+    """Tokens and their types: control, every byte, the merges' results, a user-defined and a filler token."""
+    merged = [merge.replace(" ", "") for merge in MERGES]
+    normal = sorted(pre_tokenizers.ByteLevel.alphabet()) + merged
+    tokens = CONTROL + normal + USER_DEFINED + ["[PAD0]"]
+    return tokens, [3] * len(CONTROL) + [1] * len(normal) + [4] * len(USER_DEFINED) + [5]
+
+
+def tiny_model(architecture: str, **config: Any) -> Any:
+    """A random transformers model whose weights are exact in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(vocabulary()[0]),
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": NUM_HEADS,
+        "num_key_value_heads": NUM_KV_HEADS,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **(sizes | config)))
+    with torch.no_grad():  # norms and biases too, which transformers sets to one and zero
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter).mul(0.3).bfloat16())
+    return model.eval()
+
+
+def write_gguf(
+    path: Path,
+    model: Any,
+    *,
+    pre: str | None = "smollm",
+    sentencepiece: bool = False,
+    quantized: bool = False,
+    **keys: Any,
+) -> Path:
+    """Write `model` as llama.cpp would. `keys` are further metadata, with double underscores for dots."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, config.model_type)
+    _add_config(writer, config)
+    if sentencepiece:
+        _add_sentencepiece(writer)
+    else:
+        _add_byte_level_bpe(writer, pre)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    for key, value in keys.items():
+        _add_value(writer, key.replace("__", "."), value)
+    names = gguf.get_tensor_name_map(_architecture(config.model_type), config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = tensor.numpy()
+        if config.model_type == "llama":
+            values = _permute(name, values, config)
+        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, quantized)
+    if (factors := rope_factors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def rope_factors(config: Any) -> np.ndarray | None:
+    """By how much Llama 3's scaling divides each rotary frequency, from transformers' own frequencies."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    if config.rope_parameters["rope_type"] != "llama3":
+        return None
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    dims = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+    factors: np.ndarray = ((1 / config.rope_parameters["rope_theta"] ** dims) / scaled).numpy()
+    return factors
+
+
+def _architecture(name: str) -> gguf.MODEL_ARCH:
+    return next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
+
+
+def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if config.head_dim != config.hidden_size // config.num_attention_heads:
+        writer.add_key_length(config.head_dim)
+
+
+def _add_byte_level_bpe(writer: gguf.GGUFWriter, pre: str | None) -> None:
+    tokens, types = vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(MERGES)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:
+    """Llama 2's kind: no merges but scores, and a token for each byte that has no other."""
+    pieces = ["▁", "h", "e", "l", "o", "w", "he", "ll", "hell", "hello", "▁hello", "▁w"]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
+    writer.add_token_scores([*[0.0] * 259, *(-1000.0 * (len(piece) == 1) - i for i, piece in enumerate(pieces))])
+    writer.add_unk_token_id(0)
+
+
+def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+
+
+def _permute(name: str, values: np.ndarray, config: Any) -> np.ndarray:
+    """`LlamaModel.permute` of llama.cpp's convert_hf_to_gguf.py."""
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for layer, num_heads in heads.items():
+        if f".{layer}." in name:
+            halves = values.reshape(num_heads, 2, values.shape[0] // num_heads // 2, *values.shape[1:])
+            return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
+    return values
+
+
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantized: bool) -> None:
+    if quantized and values.ndim == 2:
+        kind = gguf.GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, values)
