@@ -164,7 +164,7 @@ class Scheduler:
 
     def schedule(self) -> PlannedStep | None:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
-        if len(self.steps_in_flight) >= (1 if self.must_drain or self.suspects else MAX_STEPS_IN_FLIGHT):
+        if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
         plan = Plan(self.limits.max_num_batched_tokens)
@@ -314,7 +314,7 @@ class Scheduler:
             sequence.collect_prompt_logprobs(share.start + 1, given.prompt_logprobs)
         if share.samples:
             self._take_tokens(sequence, given)
-        elif share.end == sequence.num_tokens == sequence.max_num_tokens:
+        elif share.end == sequence.num_tokens:  # no chunk: there is no token to sample
             self._finish(sequence, "length")
 
     def _take_tokens(self, sequence: Sequence, given: SequenceResult) -> None:
@@ -338,8 +338,7 @@ class Scheduler:
         """Nothing of a share was computed, so what was planned on top of it says nothing either."""
         self._roll_back(share)
         for later in share.sequence.in_flight:
-            later.is_void = True
-            self.prefixes.leave(later)
+            later.is_void, later.samples = True, False
             share.sequence.needs_init = True  # whatever the executor made of it
 
     def _roll_back(self, share: Share) -> None:
@@ -449,7 +448,6 @@ class Scheduler:
         block_table, sequence.block_table = sequence.block_table, array("i")
         for share in sequence.in_flight:
             share.keeps_kv = False
-            self.prefixes.leave(share)
         if not sequence.in_flight:
             self.blocks.release(block_table)
         elif block_table:

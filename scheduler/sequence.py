@@ -58,13 +58,10 @@ class Sequence:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that can be planned now, one that is being sampled included."""
-        if self.in_flight:
-            latest = self.in_flight[-1]
-            if latest.is_void:
-                return 0
-            if latest.samples:  # unless that token is the last, whatever it is
-                return 1 if self.num_tokens + 1 < self.max_num_tokens else 0
-        return self.num_tokens - self.num_planned_tokens
+        if not self.in_flight or not self.in_flight[-1].samples:
+            return self.num_tokens - self.num_planned_tokens
+        # The token in flight will be the last one, whatever it is, or it can be planned on.
+        return 1 if self.num_tokens + 1 < self.max_num_tokens else 0
 
     @property
     def queue_key(self) -> tuple[int, bool, int]:

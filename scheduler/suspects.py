@@ -18,9 +18,6 @@ class Suspects:
         self._seq_ids: set[int] = set()
         self._max_group = 1
 
-    def __bool__(self) -> bool:
-        return bool(self._seq_ids)
-
     def accuse(self, in_flight: Collection[Sequence]) -> Sequence | None:
         """An executor died with these sequences in flight: return the culprit, if it is known now."""
         for sequence in in_flight:

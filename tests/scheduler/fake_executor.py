@@ -97,6 +97,7 @@ class FakeExecutor:
         for share in step.sequences:
             void = share.seq_id in self.sat_out and share.init is None and not self.fits(share)
             if void and computes_void:
+                self.states[share.seq_id].num_computed_tokens = share.num_computed_tokens + 1
                 results.append(SequenceResult([VOCAB_SIZE + 1]))
                 continue
             if void:

@@ -67,16 +67,43 @@ def test_a_victim_that_is_in_the_step_already_leaves_it() -> None:
     driver.assert_complete()
 
 
-def test_a_step_that_preempted_admits_nobody_and_the_preempted_come_before_newcomers() -> None:
+def test_a_step_that_preempted_admits_nobody() -> None:
     driver = Driver(8, enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(6), max_tokens=20)
     driver.run_until(lambda: driver.scheduler.num_free_blocks == 0)
-    driver.start(2, [1], max_tokens=1)
+    driver.start(2, [1], max_tokens=1, priority=-1)
     until_preemption(driver)
     assert [share.seq_id for share in driver.steps[-1].sequences] == [0]
-    assert [sequence.seq_id for sequence in driver.scheduler.waiting] == [1, 2]
+    assert driver.scheduler.num_free_blocks == 3
+    driver.receive()
+    step = driver.send()
+    assert step is not None
+    assert [share.seq_id for share in step.sequences] == [0, 2]
     driver.run()
+    driver.assert_complete()
+
+
+def test_a_preempted_sequence_resumes_before_newcomers_that_came_before_it() -> None:
+    driver = Driver(8)
+    prefix = range(8)
+    driver.start(0, [*prefix, 1], max_tokens=20)
+    driver.start(1, [*prefix, *range(20, 33)], max_tokens=2)  # waits for the prefix, and then for blocks
+    driver.start(2, range(40, 46), max_tokens=20)
+    until_preemption(driver)
+    assert [(s.seq_id, s.was_admitted) for s in driver.scheduler.waiting] == [(2, True), (1, False)]
+    driver.run()
+    driver.assert_complete()
+
+
+def test_admission_leaves_a_block_for_each_running_sequence() -> None:
+    driver = Driver(4, enable_prefix_caching=False)
+    driver.start(0, range(7), max_tokens=6)
+    driver.start(1, range(7), max_tokens=6)
+    driver.step()
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting, driver.scheduler.num_free_blocks) == (1, 1, 2)
+    driver.run()
+    assert driver.scheduler.counters.num_preemptions == 0
     driver.assert_complete()
 
 

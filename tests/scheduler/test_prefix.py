@@ -94,10 +94,11 @@ def test_at_least_one_token_is_computed() -> None:
     driver.assert_complete()
 
 
-def test_generated_tokens_are_a_prefix_too() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_generated_tokens_are_a_prefix_too(ahead: bool) -> None:
     driver = Driver()
     driver.start(0, range(6), max_tokens=7)
-    driver.run()
+    driver.run(ahead=ahead)
     driver.start(1, [*range(6), *driver.outputs[0], 3], max_tokens=1)
     driver.run()
     assert driver.num_cached_tokens[1] == 12
@@ -122,6 +123,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
         ({"cache_salt": "x"}, {"adapter": "x"}),
         ({"tenant": "x"}, {"cache_salt": "x"}),
         ({"tenant": "ab", "cache_salt": "c"}, {"tenant": "a", "cache_salt": "bc"}),
+        ({"tenant": "acache_saltb"}, {"tenant": "a", "cache_salt": "bcache_salt"}),
     ],
 )
 def test_those_who_may_not_share_do_not(first: dict[str, Any], second: dict[str, Any]) -> None:

@@ -246,3 +246,49 @@ def test_one_death_accuses_nobody() -> None:
     driver.reset(32)
     driver.run()
     assert driver.reasons() == {0: "length"}
+
+
+def test_a_suspect_that_has_a_new_token_holds_nobody_up() -> None:
+    driver = Driver(enable_prefix_caching=False)
+    for seq_id in range(2):
+        driver.start(seq_id, range(3))
+    for _ in range(2):
+        driver.send()
+        driver.reset(32)
+    driver.start(2, range(3))
+    groups = []
+    for _ in range(3):
+        step = driver.send()
+        assert step is not None
+        groups.append([share.seq_id for share in step.sequences])
+        driver.receive()
+    assert groups == [[0], [0, 1], [0, 1, 2]]
+    driver.run()
+    driver.assert_complete()
+
+
+def test_a_suspect_that_was_aborted_holds_nobody_up() -> None:
+    driver = Driver()
+    for seq_id in range(2):
+        driver.start(seq_id, range(3))
+    driver.send()
+    driver.reset(32)
+    driver.send()
+    driver.scheduler.abort(0)
+    driver.reset(32)
+    driver.start(2, range(3))
+    driver.run()
+    assert driver.reasons() == {0: "abort", 1: "length", 2: "length"}
+
+
+def test_blocks_that_a_cancelled_step_held_wait_for_the_step_before_it() -> None:
+    driver = Driver()
+    driver.start(0, range(3), max_tokens=9)
+    two_in_flight(driver)
+    driver.scheduler.abort(0)
+    driver.scheduler.need_init(2, [0])
+    driver.sent.pop()
+    driver.settle()
+    assert driver.scheduler.num_used_blocks == 1
+    driver.receive()
+    driver.assert_complete()
