@@ -36,7 +36,7 @@ def toy_config(directory: Path, **settings: object) -> Config:
     return Config(**{**chosen, **settings})  # type: ignore[arg-type]
 
 
-def wait_until(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Return as soon as the condition holds; fail if it does not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not is_true():

@@ -273,7 +273,7 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
 
 
 def test_a_dead_gateway_is_noticed_by_nobody_else(house):
-    settings = {"peer_timeout_s": 0.5}
+    settings = {"peer_timeout_s": 1.0}
     with house(settings=settings, step_s=0.005, num_blocks=1000) as (server, _, gateway):
         gateway.wait_ready()
         kept = gateway.start("kept", [1, 2], endless(1, 300))
@@ -330,7 +330,7 @@ def test_nobody_is_ready_without_an_executor(directory):
 
 
 def test_a_frozen_executor_goes_on_where_it_was(house):
-    with house(settings={"peer_timeout_s": 0.4}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
+    with house(settings={"peer_timeout_s": 1.0}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2], endless(1, 300))
         wait_until(lambda: len(stream.token_ids) > 10)
