@@ -27,6 +27,7 @@ class SentStep:
     step_id: int
     frame: bytes
     size: StepSize
+    is_ahead: bool  # planned while another was in flight
     result: StepResult | None = None
 
 

@@ -88,6 +88,7 @@ class Server:
         self.num_blocks = 0  # of the group
         self._may_plan = False  # something has happened since there was nothing to plan
         self._is_draining = False  # from NeedInit until no step is in flight
+        self._num_checked_steps = 0  # steps after which the accounts were last found to agree
         self._is_lost = False  # an executor was there, and is not now
         self._was_idle = True  # there was nothing to do at some time since the last step was planned
         self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
@@ -232,6 +233,8 @@ class Server:
             scheduler.apply(answered)
             self._oldest_started_s = now_s
             self._predictor.observe_step(step.size, answered.busy_s)
+            if step.is_ahead:
+                self._predictor.observe_wait(step.size, answered.waited_s)
             for meter in (self._stats_meter, self._log_meter):
                 meter.add(step.size, answered.busy_s, answered.waited_s)
         if self.link.num_in_flight == 0:
@@ -239,7 +242,7 @@ class Server:
             self._finish_draining()
 
     def _on_need_init(self, need: NeedInit, scheduler: Scheduler) -> None:
-        logger.warning("the executor has no state for sequences %s in step %d", need.seq_ids, need.step_id)
+        logger.warning("the executor has no state for %d sequences in step %d", len(need.seq_ids), need.step_id)
         self.link.cancel_from(need.step_id)
         scheduler.need_init(need.step_id, need.seq_ids)
         self._is_draining = True
@@ -287,9 +290,10 @@ class Server:
         step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
         frame = encode(step)
         size = step_size(planned.sequences, follows_idleness=self._was_idle)
-        if self.link.oldest is None:
+        is_ahead = self.link.oldest is not None
+        if not is_ahead:
             self._oldest_started_s = started_s
-        self.link.add(SentStep(planned.step_id, frame, size))
+        self.link.add(SentStep(planned.step_id, frame, size, is_ahead))
         self._send_to_executors(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)
@@ -309,6 +313,7 @@ class Server:
         if self.scheduler is None:
             return
         self._watch_executor(now_s)
+        self._check_when_idle(self.scheduler)
         stats = self._stats(self.scheduler, self._stats_meter.take())
         self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s)
         self.frontend.broadcast(stats)
@@ -319,6 +324,13 @@ class Server:
         was_lost, self._is_lost = self._is_lost, not self.link.can_progress(now_s)
         if self._is_lost != was_lost:
             logger.warning("the executor is lost: requests wait" if self._is_lost else "the executor is back")
+
+    def _check_when_idle(self, scheduler: Scheduler) -> None:
+        """Let the process end, and start again, rather than serve on with accounts that do not agree."""
+        num_steps = scheduler.counters.num_steps
+        if not scheduler.has_work and not scheduler.num_in_flight and num_steps != self._num_checked_steps:
+            scheduler.check_integrity()
+            self._num_checked_steps = num_steps
 
     def _log(self, scheduler: Scheduler, now_s: float) -> None:
         stats = self._stats(scheduler, self._log_meter.take())

@@ -8,6 +8,9 @@ from protocol.messages import SequenceStep, Stats, StepTimes
 
 SMOOTHING = 0.125  # weight of the newest of a running mean
 LEAST_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late
+LARGEST_MARGIN_FRACTION = 0.25  # of a step
+TOLERATED_WAIT_S = 0.0002
+MARGIN_GAIN, MARGIN_DECAY = 0.25, 0.99
 SHORTEST_RETRY_S, LONGEST_RETRY_S, UNKNOWN_RETRY_S = 1.0, 60.0, 5.0
 
 
@@ -34,11 +37,14 @@ class StepPredictor:
     """When the next plan is due: as late as the executor does not notice.
 
     Keeps for each kind of step a running mean and mean deviation of the executor's time, and how long planning takes.
+    What that leaves out (messages on their way, a busy machine) is in a margin, which grows whenever the executor had
+    to wait for a step that was planned ahead, and shrinks slowly when it had not.
     """
 
     def __init__(self) -> None:
         self._steps: dict[tuple[bool, int, int], tuple[float, float]] = {}
         self._planning_s = 0.0
+        self._margin_s = LEAST_MARGIN_S
 
     def observe_step(self, size: StepSize, busy_s: float) -> None:
         mean_s, deviation_s = self._steps.get(size.kind, (busy_s, busy_s / 2))
@@ -48,10 +54,17 @@ class StepPredictor:
     def observe_planning(self, seconds: float) -> None:
         self._planning_s += SMOOTHING * (seconds - self._planning_s)
 
+    def observe_wait(self, size: StepSize, waited_s: float) -> None:
+        """Take how long the executor had nothing to do before a step that was planned while another ran."""
+        mean_s, _ = self._steps.get(size.kind, (0.0, 0.0))
+        was_late = waited_s > TOLERATED_WAIT_S
+        margin_s = self._margin_s + MARGIN_GAIN * waited_s if was_late else self._margin_s * MARGIN_DECAY
+        self._margin_s = max(LEAST_MARGIN_S, min(margin_s, LARGEST_MARGIN_FRACTION * mean_s))
+
     def plan_after_s(self, size: StepSize) -> float:
         """Return how long after the start of a step the next should be planned; 0 if steps like it are unknown."""
         mean_s, deviation_s = self._steps.get(size.kind, (0.0, 0.0))
-        return max(0.0, mean_s - 2 * deviation_s - 2 * self._planning_s - LEAST_MARGIN_S)
+        return max(0.0, mean_s - 2 * deviation_s - 2 * self._planning_s - self._margin_s)
 
 
 @dataclass(slots=True)

@@ -101,9 +101,9 @@ class FakeExecutor:
         self.num_need_inits = 0
         self.error: AssertionError | None = None
         self._next_step_id = 0  # 0: not welcomed
+        self._free_since_s = time.monotonic()
         self._states: dict[int, SequenceState] = {}
         self._results: OrderedDict[int, StepResult] = OrderedDict()
-        self._is_waiting_for_welcome = False
         self._stop = threading.Event()
         self._forget = threading.Event()
         self._running = threading.Event()  # cleared: frozen
@@ -131,7 +131,7 @@ class FakeExecutor:
         self._running.set()
 
     def forget_all(self) -> None:
-        """Lose the soft state, as a bug would; the KV stays."""
+        """Lose the soft state before the next step that needs some, as a bug would; the KV stays."""
         self._forget.set()
 
     def check(self) -> None:
@@ -194,7 +194,7 @@ class FakeExecutor:
         if message.step_id in self._results:
             self.num_repeated += 1
             return [self._results[message.step_id]]
-        if message.step_id != self._next_step_id or self._is_waiting_for_welcome:
+        if message.step_id != self._next_step_id:
             self.num_ignored += 1
             return []
         progress_socket.send(encode(Progress(self.incarnation, message.step_id, 0)))
@@ -207,31 +207,34 @@ class FakeExecutor:
             self._states.clear()
             self._results.clear()
             self.kv.slots.clear()
-            self._is_waiting_for_welcome = False
-        if welcome.next_step_id > self._next_step_id:
-            self._next_step_id = welcome.next_step_id
-            self._is_waiting_for_welcome = False
+        self._next_step_id = max(self._next_step_id, welcome.next_step_id)
 
     def _do(self, step: Step) -> StepResult | NeedInit | StepFailed:
         started_s = time.monotonic()
         if step.step_id == self.fail_at_step:
             return StepFailed(self.scheduler_incarnation, self.incarnation, step.step_id, "told to fail")
         if self._forget.is_set():
-            self._forget.clear()
             self._states.clear()
         assert step.sequences, "a step without sequences"
         assert len({sequence.seq_id for sequence in step.sequences}) == len(step.sequences), "a sequence twice"
         if lacking := [sequence.seq_id for sequence in step.sequences if not self._fits(sequence)]:
             self.num_need_inits += 1
-            self._is_waiting_for_welcome = True
+            self._forget.clear()
             return NeedInit(self.scheduler_incarnation, self.incarnation, step.step_id, lacking)
         for seq_id in step.forget:
             self._states.pop(seq_id, None)
         results = self._compute(step)
         if self.step_s:
             time.sleep(self.step_s)
-        busy_s = time.monotonic() - started_s
-        result = StepResult(self.scheduler_incarnation, self.incarnation, step.step_id, results, busy_s=busy_s)
+        waited_s, self._free_since_s = started_s - self._free_since_s, time.monotonic()
+        result = StepResult(
+            self.scheduler_incarnation,
+            self.incarnation,
+            step.step_id,
+            results,
+            busy_s=self._free_since_s - started_s,
+            waited_s=waited_s,
+        )
         self._results[step.step_id] = result
         if len(self._results) > NUM_KEPT_RESULTS:
             self._results.popitem(last=False)

@@ -36,7 +36,7 @@ def toy_config(directory: Path, **settings: object) -> Config:
     return Config(**{**chosen, **settings})  # type: ignore[arg-type]
 
 
-def wait_until(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
+def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Return as soon as the condition holds; fail if it does not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not is_true():
@@ -47,8 +47,11 @@ def wait_until(is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
 class ServerThread:
     """One life of the scheduler. Leaving the context ends it without a word to its peers, as a kill would."""
 
-    def __init__(self, config: Config, high_water_mark: int = 1000) -> None:
+    def __init__(
+        self, config: Config, high_water_mark: int = 1000, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.config = config
+        self.clock = clock
         self.high_water_mark = high_water_mark
         self.server: Server | None = None
         self.error: BaseException | None = None
@@ -88,7 +91,7 @@ class ServerThread:
 
     def _run(self) -> None:
         try:
-            with open_server(self.config, high_water_mark=self.high_water_mark) as server:
+            with open_server(self.config, self.clock, high_water_mark=self.high_water_mark) as server:
                 self.server = server
                 self._is_open.set()
                 server.run()

@@ -226,7 +226,7 @@ def test_a_gateway_that_reads_again_in_time_lives(ledger):
     assert ledger.drop_dead(12.0) == {}
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(100))
 def test_any_order_of_events_delivers_every_token_once(seed):
     """A pure gateway and the ledger, with a link between them that loses, repeats and reorders."""
     drawn = random.Random(seed)
@@ -237,8 +237,8 @@ def test_any_order_of_events_delivers_every_token_once(seed):
     num_made, hello_seq, received, finishes = 0, 1, [], []
     up: list[Hello] = []
     down: list[Output] = []
-    for turn in range(1000):
-        is_calm = turn > 500
+    for turn in range(600):
+        is_calm = turn > 300
         if num_made < len(tokens) and drawn.random() < 0.3:
             num_new = drawn.randrange(1, 4)
             new = tokens[num_made : num_made + num_new]

@@ -31,7 +31,7 @@ class House:
     """A scheduler, executors and gateways, with bad links between them."""
 
     def __init__(self, directory: Path, seed: int, *, gateway_link: bool = True, executor_link: bool = True) -> None:
-        self.config: Config = toy_config(directory, peer_timeout_s=2.0, max_num_queued_reqs=100)
+        self.config: Config = toy_config(directory, peer_timeout_s=1.0, max_num_queued_reqs=100)
         self.drawn = random.Random(seed)
         self.stack = ExitStack()
         self.frontend, self.backend = self.config.frontend_address, self.config.backend_address
@@ -51,7 +51,7 @@ class House:
         self.stack.close()
 
     def _bad_link(self, address: str, target: str, seed: int) -> str:
-        self.proxies.append(self.stack.enter_context(ChaosProxy(address, target, seed)))
+        self.proxies.append(self.stack.enter_context(ChaosProxy(address, target, seed, longest_delay_s=0.03)))
         return address
 
     def start_scheduler(self) -> ServerThread:
@@ -59,12 +59,12 @@ class House:
         return self.servers[-1]
 
     def start_executor(self, **settings: object) -> FakeExecutor:
-        chosen = {"num_blocks": 64, "step_s": 0.001, **settings}
+        chosen = {"num_blocks": 64, "step_s": 0.001, "ready_interval_s": 0.015, **settings}
         self.executors.append(self.stack.enter_context(FakeExecutor(self.backend, **chosen)))
         return self.executors[-1]
 
-    def start_gateway(self, **settings: object) -> FakeGateway:
-        self.gateways.append(self.stack.enter_context(FakeGateway(self.frontend, **settings)))
+    def start_gateway(self) -> FakeGateway:
+        self.gateways.append(self.stack.enter_context(FakeGateway(self.frontend, hello_interval_s=0.03)))
         self.gateways[-1].wait_ready()
         return self.gateways[-1]
 
@@ -95,6 +95,10 @@ class House:
             executor.check()
 
 
+def is_over(streams: list[Stream]) -> bool:
+    return all(stream.ended.is_set() for stream in streams)
+
+
 def assert_as_expected(stream: Stream) -> None:
     tokens, reason = expected_output(stream.prompt_token_ids, stream.sampling)
     assert (stream.token_ids, stream.finish_reason) == (tokens, reason), stream.request_id
@@ -105,7 +109,7 @@ def assert_as_expected(stream: Stream) -> None:
         assert stream.prompt_logprobs == logprobs_of(stream.prompt_token_ids[1:], num_prompt_logprobs)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_bad_links(directory, seed):
     with House(directory, seed) as house:
         house.start_scheduler()
@@ -122,7 +126,7 @@ def test_bad_links(directory, seed):
         assert executor.num_repeated + executor.num_ignored > 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bad_links_and_clients_that_leave(directory, seed):
     with House(directory, seed) as house:
         server = house.start_scheduler()
@@ -132,26 +136,27 @@ def test_bad_links_and_clients_that_leave(directory, seed):
         for stream in streams[::2]:
             wait_until(lambda stream=stream: stream.token_ids or stream.ended.is_set())
             gateway.abort(stream)
+        gateway.wait_all()
+        wait_until(lambda: server.server.frontend.ledger.num_records == 0)
         house.finish()
-        wait_until(lambda: server.server.frontend.ledger.num_records == 0 or not server._thread.is_alive())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bad_links_and_an_executor_that_loses_its_state(directory, seed):
     with House(directory, seed) as house:
         house.start_scheduler()
         executor = house.start_executor()
         gateway = house.start_gateway()
         streams = house.start_streams(gateway, 12)
-        while not all(stream.ended.is_set() for stream in streams):
+        for _ in range(5):
             executor.forget_all()
-            for _ in range(50):
-                gateway.wait_turn()
+            before = executor.num_need_inits
+            wait_until(lambda before=before: executor.num_need_inits > before or is_over(streams))
         house.finish()
-        assert executor.num_need_inits > 0
+        assert executor.num_need_inits >= 3
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bad_links_and_restarted_executors(directory, seed):
     with House(directory, seed) as house:
         server = house.start_scheduler()
@@ -169,7 +174,7 @@ def test_bad_links_and_restarted_executors(directory, seed):
         assert server.server.link.num_lives == 4
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_bad_links_and_restarted_schedulers(directory, seed):
     with House(directory, seed) as house:
         server = house.start_scheduler()
@@ -180,6 +185,10 @@ def test_bad_links_and_restarted_schedulers(directory, seed):
             wait_until(lambda streams=streams: any(stream.token_ids for stream in streams))
             server.kill()
             server = house.start_scheduler()
+            for gateway in gateways:
+                wait_until(
+                    lambda peer=gateway, life=server: peer.ready.scheduler_incarnation == life.server.incarnation
+                )
         house.finish()
         assert all(len(gateway.incarnations) == 4 for gateway in gateways)
 

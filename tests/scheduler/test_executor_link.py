@@ -19,7 +19,7 @@ def result(step_id: int, executor: str = "e1", scheduler: str = "s1") -> StepRes
 
 def put_in_flight(link: ExecutorLink, *step_ids: int) -> None:
     for step_id in step_ids:
-        link.add(SentStep(step_id, b"step %d" % step_id, SIZE))
+        link.add(SentStep(step_id, b"step %d" % step_id, SIZE, is_ahead=False))
 
 
 def completed(link: ExecutorLink, message: StepResult) -> list[int]:

@@ -2,6 +2,7 @@
 
 import logging
 import random
+import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -272,7 +273,7 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
 
 
 def test_a_dead_gateway_is_noticed_by_nobody_else(house):
-    settings = {"peer_timeout_s": 0.5}
+    settings = {"peer_timeout_s": 1.0}
     with house(settings=settings, step_s=0.005, num_blocks=1000) as (server, _, gateway):
         gateway.wait_ready()
         kept = gateway.start("kept", [1, 2], endless(1, 300))
@@ -329,7 +330,7 @@ def test_nobody_is_ready_without_an_executor(directory):
 
 
 def test_a_frozen_executor_goes_on_where_it_was(house):
-    with house(settings={"peer_timeout_s": 0.4}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
+    with house(settings={"peer_timeout_s": 1.0}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2], endless(1, 300))
         wait_until(lambda: len(stream.token_ids) > 10)
@@ -431,3 +432,32 @@ def test_stats(house):
         assert stats.num_scheduled_tokens == executor.num_scheduled_tokens
         assert stats.finished == {"length": 3}
         assert stats.scheduler_incarnation == gateway.ready.scheduler_incarnation
+
+
+def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):
+    caplog.set_level(logging.INFO)
+    config = toy_config(directory, peer_timeout_s=1e6)
+
+    def lines() -> list[str]:
+        return [record.message for record in caplog.records if "tokens/s" in record.message]
+
+    with (
+        ServerThread(config, clock=lambda: 30 * time.monotonic()) as server,
+        FakeExecutor(config.backend_address, num_blocks=1000, step_s=0.002) as executor,
+        FakeGateway(config.frontend_address) as gateway,
+    ):
+        gateway.wait_ready()
+        stream = gateway.start("r", [1, 2, 3], endless(1, 1000))
+        wait_until(lambda: len(lines()) >= 2)
+        gateway.abort(stream)
+        wait_until(lambda: not server.scheduler.has_work)
+        busy_s = server.server._logged_s
+        wait_until(lambda: server.server._logged_s > busy_s)  # the interval in which the last step was
+        num_lines = len(lines())
+        idle_s = server.server._logged_s
+        wait_until(lambda: server.server._logged_s > idle_s)
+        assert len(lines()) == num_lines
+        assert "running 1, waiting 0" in lines()[1]
+        assert "KV use" in lines()[1]
+        server.check_idle()
+        executor.check()

@@ -43,6 +43,22 @@ def test_the_plan_comes_earlier_when_times_vary():
     assert varying.plan_after_s(DECODE) < steady.plan_after_s(DECODE) - 0.03
 
 
+def test_the_plan_comes_earlier_while_the_executor_waits():
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe_step(DECODE, 0.1)
+    before_s = predictor.plan_after_s(DECODE)
+    for _ in range(10):
+        predictor.observe_wait(DECODE, 0.002)
+    assert predictor.plan_after_s(DECODE) == pytest.approx(before_s - 10 * 0.002 / 4)
+    for _ in range(1000):
+        predictor.observe_wait(DECODE, 1.0)
+        assert predictor.plan_after_s(DECODE) > 0.07  # never much too early
+    for _ in range(1000):
+        predictor.observe_wait(DECODE, 0.0)
+    assert predictor.plan_after_s(DECODE) == pytest.approx(before_s)
+
+
 def test_short_steps_are_planned_on_at_once():
     predictor = StepPredictor()
     for _ in range(100):
