@@ -1,4 +1,3 @@
-# ruff: noqa: N815 (a field, too, has its shape in its name)
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Paged attention on the CPU, with results that do not depend on the batch.

@@ -1,4 +1,3 @@
-# ruff: noqa: N815 (a field, too, has its shape in its name)
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
 M rows, N outputs, K inputs.

@@ -46,7 +46,8 @@ def heard(results: Sequence[Generated]) -> list[tuple[object, ...]]:
 @pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, torch.dtype]:
     dtype: torch.dtype = request.param
-    directory: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), "Qwen3ForCausalLM", dtype=dtype, num_hidden_layers=2)
+    target = tmp_path_factory.mktemp("tiny")
+    directory: Path = make_checkpoint(target, "Qwen3ForCausalLM", dtype=dtype, num_hidden_layers=2)
     return load_model(directory, read_model_config(directory), dtype, max_model_len=256, progress=False), dtype
 
 
