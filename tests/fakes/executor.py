@@ -102,6 +102,7 @@ class FakeExecutor:
         self.error: AssertionError | None = None
         self._next_step_id = 0  # 0: not welcomed
         self._free_since_s = time.monotonic()
+        self._retired_schedulers: set[str] = set()
         self._states: dict[int, SequenceState] = {}
         self._results: OrderedDict[int, StepResult] = OrderedDict()
         self._stop = threading.Event()
@@ -201,7 +202,10 @@ class FakeExecutor:
         return [self._do(message)]
 
     def _on_welcome(self, welcome: Welcome) -> None:
+        if welcome.scheduler_incarnation in self._retired_schedulers:
+            return
         if welcome.scheduler_incarnation != self.scheduler_incarnation:
+            self._retired_schedulers.add(self.scheduler_incarnation)
             self.scheduler_incarnation = welcome.scheduler_incarnation
             self._next_step_id = 0
             self._states.clear()
