@@ -27,7 +27,7 @@ class Suspects:
             return suspects[0]
         if suspects:
             self._max_group = max(1, len(suspects) // 2)
-            self._seq_ids.update(sequence.seq_id for sequence in suspects if sequence.finish_reason is None)
+            self._seq_ids.update(sequence.seq_id for sequence in suspects)
         return None
 
     def clear(self, sequence: Sequence) -> None:

@@ -97,7 +97,8 @@ class FakeExecutor:
         for share in step.sequences:
             void = share.seq_id in self.sat_out and share.init is None and not self.fits(share)
             if void and computes_void:
-                self.states[share.seq_id].num_computed_tokens = share.num_computed_tokens + 1
+                if state := self.states.get(share.seq_id):
+                    state.num_computed_tokens = share.num_computed_tokens + 1
                 results.append(SequenceResult([VOCAB_SIZE + 1]))
                 continue
             if void:
@@ -105,17 +106,19 @@ class FakeExecutor:
             if share.init is not None:
                 self.forgotten.discard(share.seq_id)
                 self.lost.discard(share.seq_id)
-                self.states[share.seq_id] = State(share)
+                if share.seq_id not in sits_out:
+                    self.states[share.seq_id] = State(share)
             results.append(SequenceResult([]) if share.seq_id in sits_out else self.compute(share))
         self.sat_out = sits_out
         return StepResult("", "", step.step_id, results, not_ready=sorted(sits_out))
 
     def fits(self, share: SequenceStep) -> bool:
-        return share.num_computed_tokens == self.states[share.seq_id].num_computed_tokens
+        state = self.states.get(share.seq_id)
+        return state is not None and share.num_computed_tokens == state.num_computed_tokens
 
     def compute(self, share: SequenceStep) -> SequenceResult:
         state = self.states[share.seq_id]
-        assert self.fits(share), f"{share.seq_id} is at {state.num_computed_tokens}, not {share.num_computed_tokens}"
+        assert self.fits(share), f"{share.seq_id} is at {state.num_computed_tokens}"
         table, kv, size = unpack_ids(share.block_tables[0]), self.kv, self.block_size
         token_ids = unpack_ids(share.token_ids) if share.token_ids else [state.last_token]
         start = share.num_computed_tokens
@@ -138,7 +141,10 @@ class FakeExecutor:
 
 
 class Driver:
-    """A Scheduler, its executor and what a server would have passed on; integrity is checked after every move."""
+    """A Scheduler, its executor and what a server would have passed on.
+
+    Integrity is checked after every step, and after every other move too unless `checks_moves` is off.
+    """
 
     def __init__(
         self,
@@ -169,6 +175,8 @@ class Driver:
         self.sequences: dict[int, Sequence] = {}
         self.prompts: dict[int, list[int]] = {}
         self.outputs: dict[int, list[int]] = {}
+        self.resubmitted: set[int] = set()
+        self.may_fail = False  # whether a sequence may end with "error"
         self.finished: dict[int, Update] = {}
         self.prompt_logprobs: dict[int, list[Logprobs]] = {}
         self.num_cached_tokens: dict[int, int] = {}
@@ -202,6 +210,8 @@ class Driver:
         self.prompts[sequence.seq_id] = list(sequence.prompt_token_ids)
         self.outputs[sequence.seq_id] = list(sequence.output_token_ids)
         self.prompt_logprobs[sequence.seq_id] = []
+        if sequence.output_token_ids:
+            self.resubmitted.add(sequence.seq_id)
         self.scheduler.add(sequence)
         self.settle()
 
@@ -229,17 +239,22 @@ class Driver:
         self.sent.popleft()
         self.scheduler.apply(self.executor.execute(step, not_ready, computes_void=computes_void))
         self.settle()
+        if not self.checks_moves:
+            self.scheduler.check_integrity()
 
     def need_init(self, seq_ids: list[int]) -> None:
         """The executor refuses the oldest step, and so all later ones."""
         self.executor.sat_out = set()
         self.scheduler.need_init(self.sent[0].step_id, seq_ids)
+        for step in self.sent:  # the scheduler cannot know whether they had been introduced before
+            self.executor.forgotten.difference_update(share.seq_id for share in step.sequences if share.init)
         self.sent.clear()
         self.settle()
 
     def reset(self, num_blocks: int) -> None:
         """Another executor takes the place of the one before."""
         self.executor = FakeExecutor(num_blocks, self.limits.block_size)
+        self.may_fail = True
         self.sent.clear()
         self.scheduler.reset_executor(num_blocks)
         self.settle()
@@ -297,8 +312,12 @@ class Driver:
         for seq_id, update in self.finished.items():
             sampling = self.sequences[seq_id].sampling
             tokens, reason = reference(self.prompts[seq_id], sampling, self.limits.max_model_len)
-            if sampling.num_prompt_logprobs is not None and (self.outputs[seq_id] or update.finish_reason == "length"):
+            ran = self.outputs[seq_id] or update.finish_reason == "length"
+            if sampling.num_prompt_logprobs is not None and ran and seq_id not in self.resubmitted:
                 self.assert_prompt_logprobs(seq_id)
+            else:
+                assert self.prompt_logprobs[seq_id] == []
+            assert self.may_fail or update.finish_reason != "error", seq_id
             if update.finish_reason in ("abort", "error"):
                 assert self.outputs[seq_id] == tokens[: len(self.outputs[seq_id])], seq_id
             else:

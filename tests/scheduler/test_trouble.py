@@ -56,6 +56,7 @@ def test_a_sequence_ends_once_from_any_state(reach: Callable[[Driver], None], re
         if reason == "abort":
             driver.scheduler.abort(0)
         else:
+            driver.may_fail = True
             driver.scheduler.fail(0, "because")
     driver.settle()
     assert driver.reasons() == {0: reason}
@@ -113,6 +114,18 @@ def test_a_share_that_sat_out_is_planned_again(num_steps: int, computes_void: bo
     driver.assert_complete()
 
 
+def test_a_first_share_that_sat_out_is_introduced_again() -> None:
+    driver = Driver()
+    driver.start(0, range(3), max_tokens=9)
+    driver.send()
+    driver.receive([0])
+    step = driver.send()
+    assert step is not None
+    assert step.sequences[0].init is not None
+    driver.run()
+    driver.assert_complete()
+
+
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_need_init_cancels_and_introduces_again(num_in_flight: int) -> None:
     driver = Driver()
@@ -149,6 +162,17 @@ def test_need_init_of_the_second_step_drains_the_first() -> None:
     assert step is not None
     assert step.step_id == 3
     assert step.sequences[0].init is not None
+    driver.run(ahead=True)
+    driver.assert_complete()
+
+
+def test_need_init_of_a_step_planned_on_what_sat_out() -> None:
+    driver = Driver()
+    driver.start(0, range(3), max_tokens=9)
+    driver.step()
+    two_in_flight(driver)
+    driver.receive([0])
+    driver.need_init([0])
     driver.run(ahead=True)
     driver.assert_complete()
 
