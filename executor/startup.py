@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 import kernels
 from executor.dtypes import choose_dtype
@@ -18,6 +19,7 @@ from executor.models.layers import Linear
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
+from kernels.cpu.warm_up import warm_up as warm_up_kernels
 from protocol.config import Config
 from protocol.messages import ExecutorReady, SequenceInit, SequenceStep, Step, pack_ids
 from protocol.sampling import SamplingParams
@@ -65,6 +67,8 @@ def start_executor(config: Config) -> Executor:
     _log_weights(model)
     with phase("KV pool"):
         runner = _make_runner(config, model, max_model_len, dtype, device)
+    with phase("kernels"):
+        compile_kernels(dtype)
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     progress = StepProgress()
@@ -87,7 +91,18 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
     longest = model_config.longest_sequence_tokens
     if requested is not None and requested > longest:
         raise ValueError(f"max_model_len ({requested}) is beyond what the model is made for: {longest} tokens")
-    return requested or longest
+    return requested or model_config.default_max_model_len
+
+
+def compile_kernels(dtype: torch.dtype) -> None:
+    """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
+    slow: list[str] = []
+    with tqdm(warm_up_kernels(dtype), desc="kernels", unit=" kernels", disable=None, leave=False) as compiled:
+        for name, seconds in compiled:
+            compiled.set_postfix_str(name)
+            slow += [name] * (seconds > 1.0)
+    if slow:
+        logger.info("%d kernels were compiled; the next start finds them in the user's cache", len(slow))
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:

@@ -21,6 +21,7 @@ from gateway.openai_responses import (
     ChatDelta,
     ChatLogprobs,
     encode,
+    system_fingerprint,
 )
 from gateway.openai_types import ChatRequest, chat_decoder, check_common, refuse_unsupported
 from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params
@@ -62,7 +63,7 @@ async def _answer(service: Service, tenant: str, body: ChatRequest, arrived_s: f
     response_id = new_response_id("chatcmpl")
     requests = generation_requests(body, response_id, tenant, [token_ids], [sampling])
     choices = await Choices.start(service.engine, requests, n=body.n or 1, metrics=service.metrics, arrived_s=arrived_s)
-    renderer = _Renderer(service, body, response_id, model, ready.model_fingerprint)
+    renderer = _Renderer(service, body, response_id, model, system_fingerprint(ready))
     if body.stream:
         return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:

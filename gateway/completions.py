@@ -14,7 +14,7 @@ from gateway.choices import Choices, Whole, generation_requests
 from gateway.engine import Delta, TokenLogprob
 from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
-from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode
+from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode, system_fingerprint
 from gateway.openai_types import MAX_CHOICES, CompletionRequest, check_common, completion_decoder
 from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params
 from gateway.service import Service, new_response_id, unless_client_leaves
@@ -50,7 +50,7 @@ async def _answer(service: Service, tenant: str, body: CompletionRequest, arrive
     requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
     choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
     by_choice = [prompts[index // n] for index in range(len(requests))]
-    renderer = _Renderer(service, body, by_choice, response_id, model, ready.model_fingerprint)
+    renderer = _Renderer(service, body, by_choice, response_id, model, system_fingerprint(ready))
     if body.stream:
         return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:

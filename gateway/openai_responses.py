@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from protocol.messages import Ready
+
 encode = msgspec.json.Encoder().encode
 
 
@@ -113,3 +115,8 @@ class Model(msgspec.Struct, tag_field="object", tag="model"):
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):
     data: list[Model]
+
+
+def system_fingerprint(ready: Ready) -> str:
+    """Return what clients see of the model's fingerprint: short, as every chunk carries it."""
+    return f"fp_{ready.model_fingerprint[:12]}"

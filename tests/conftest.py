@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import kernels  # noqa: F401  (before whatever loads torch: one OpenMP runtime)
 from octavo.resolve import resolve_model
 
 
