@@ -9,7 +9,7 @@ from protocol.messages import SequenceStep, Stats, StepTimes
 SMOOTHING = 0.125  # weight of the newest of a running mean
 LEAST_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late
 LARGEST_MARGIN_FRACTION = 0.25  # of a step
-TOLERATED_WAIT_S = 0.0002
+TOLERATED_WAIT_S = 0.0005  # sending a result and taking the next step is not waiting for the scheduler
 MARGIN_GAIN, MARGIN_DECAY = 0.25, 0.99
 SHORTEST_RETRY_S, LONGEST_RETRY_S, UNKNOWN_RETRY_S = 1.0, 60.0, 5.0
 

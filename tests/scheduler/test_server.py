@@ -289,7 +289,7 @@ def test_a_dead_gateway_is_noticed_by_nobody_else(house):
 
 
 def test_a_frozen_gateway_goes_on_where_it_was(house):
-    with house(settings={"peer_timeout_s": 0.4}, step_s=0.002, num_blocks=200) as (server, _, gateway):
+    with house(settings={"peer_timeout_s": 0.4}, step_s=0.006, num_blocks=200) as (server, _, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2], endless(1, 400))
         wait_until(lambda: len(stream.token_ids) > 10)
