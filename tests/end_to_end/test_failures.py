@@ -90,7 +90,7 @@ def test_a_frozen_scheduler_only_delays(server: Server) -> None:
 
 
 def test_a_dead_gateways_requests_are_aborted(server: Server) -> None:
-    stream = Stream(server, "Once", 2000)
+    stream = Stream(server, "Once", 1500)
     wait_until(lambda: len(stream.texts) > 2, 60)
     server.child("gateway").send_signal(signal.SIGKILL)
     stream.join(30)

@@ -25,7 +25,7 @@ async def test_an_answer_has_openai_s_shape(served: Served) -> None:
     answer = await served.chat()
     assert answer["id"].startswith("chatcmpl-")
     assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
-    assert answer["system_fingerprint"] == "fingerprint"
+    assert answer["system_fingerprint"] == "fp_fingerprint"
     assert answer["choices"] == [
         {
             "index": 0,
