@@ -12,15 +12,17 @@ import openai
 import psutil
 import pytest
 
-from tests.fakes.servers import ROLES, Server, running_server, wait_until
+from tests.fakes.octavo_server import ROLES, Server, running_server
+from tests.fakes.waiting import wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
 FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--max-model-len", "2k", "--peer-timeout-s", "3")
 
 
-@pytest.fixture
-def server(demo_directory: Path, tmp_path: Path) -> Iterator[Server]:
-    with running_server(tmp_path, *FLAGS) as server:
+@pytest.fixture(scope="module")
+def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all deaths but its own: each test leaves it well."""
+    with running_server(tmp_path_factory.mktemp("server"), *FLAGS) as server:
         yield server
 
 
@@ -67,7 +69,7 @@ class Stream(threading.Thread):
 @pytest.mark.parametrize("role", ["executor", "scheduler"])
 def test_streams_survive_the_death_of(role: str, server: Server) -> None:
     prompts = [f"Chapter {i}. It was" for i in range(4)]
-    undisturbed = [Stream(server, prompt, 48).result() for prompt in prompts]
+    undisturbed = [stream.result() for stream in [Stream(server, prompt, 48) for prompt in prompts]]
     streams = [Stream(server, prompt, 48) for prompt in prompts]
     wait_until(lambda: all(len(stream.texts) > 4 for stream in streams), 60)
     victim = server.child(role)
@@ -75,7 +77,7 @@ def test_streams_survive_the_death_of(role: str, server: Server) -> None:
     assert [stream.result() for stream in streams] == undisturbed
     assert [(finishes, usage) for _, finishes, usage in undisturbed] == [(["length"], 48)] * 4
     assert server.child(role).pid != victim.pid
-    wait_until(lambda: httpx.get(f"{server.url}/health").status_code == 200, 60)
+    wait_until(lambda: _healthy(server), 60)
 
 
 def test_a_frozen_scheduler_only_delays(server: Server) -> None:
@@ -100,18 +102,18 @@ def test_a_dead_gateways_requests_are_aborted(server: Server) -> None:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_no_child_survives_the_launcher(how: signal.Signals, server: Server) -> None:
-    children = [server.child(role) for role in ROLES]
-    server.process.send_signal(how)
-    server.process.wait(30)
-    _, alive = psutil.wait_procs(children, timeout=15)
-    assert not alive
-    if how != signal.SIGKILL:
-        assert server.process.returncode == 0
+def test_no_child_survives_the_launcher(how: signal.Signals, demo_directory: Path, tmp_path: Path) -> None:
+    with running_server(tmp_path, *FLAGS) as server:
+        children = [server.child(role) for role in ROLES]
+        server.process.send_signal(how)
+        server.process.wait(30)
+        _, alive = psutil.wait_procs(children, timeout=15)
+        assert not alive
+        if how != signal.SIGKILL:
+            assert server.process.returncode == 0
 
 
 def test_no_child_survives_a_launcher_that_dies_while_loading(demo_directory: Path, tmp_path: Path) -> None:
-
     process = subprocess.Popen(
         [sys.executable, "-m", "octavo", "serve", "--port", "0", *FLAGS],
         stdout=subprocess.DEVNULL,

@@ -10,7 +10,7 @@ import torch
 from executor.models import Decoder, load_model, read_model_config
 from protocol.sampling import SamplingParams
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.in_process import Generated, InProcess
+from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
 
 DTYPES = (torch.float32, torch.bfloat16)
 Request = tuple[list[int], SamplingParams]
@@ -54,7 +54,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def alone(model: tuple[Decoder, torch.dtype]) -> list[tuple[object, ...]]:
     """Return what each request gives alone: one after the other, prompts whole, no prefix cache, no plan ahead."""
-    engine = InProcess(*model, enable_prefix_caching=False, steps_ahead=0)
+    engine = SchedulerWithRunner(*model, enable_prefix_caching=False, steps_ahead=0)
     results = [engine.generate([request])[0] for request in requests()]
     assert all(result.finish_reasons == ["length"] for result in results)
     assert len({tuple(result.token_ids) for result in results}) == 16
@@ -65,7 +65,7 @@ def alone(model: tuple[Decoder, torch.dtype]) -> list[tuple[object, ...]]:
 def test_together_in_blocks_of(
     block_size: int, steps_ahead: int, model: tuple[Decoder, torch.dtype], alone: list[tuple[object, ...]]
 ) -> None:
-    engine = InProcess(*model, block_size=block_size, num_blocks=4096 // block_size, steps_ahead=steps_ahead)
+    engine = SchedulerWithRunner(*model, block_size=block_size, num_blocks=4096 // block_size, steps_ahead=steps_ahead)
     assert heard(engine.generate(requests(), arrivals={i: i // 2 for i in range(16)})) == alone
 
 
@@ -73,7 +73,7 @@ def test_together_in_blocks_of(
 def test_in_chunks_of(
     max_num_batched_tokens: int, model: tuple[Decoder, torch.dtype], alone: list[tuple[object, ...]]
 ) -> None:
-    engine = InProcess(*model, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16)
+    engine = SchedulerWithRunner(*model, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=16)
     assert heard(engine.generate(requests())) == alone
     longest = max(len(prompt) for prompt, _ in requests())
     assert longest > max_num_batched_tokens
@@ -81,7 +81,7 @@ def test_in_chunks_of(
 
 
 def test_with_prefix_hits(model: tuple[Decoder, torch.dtype], alone: list[tuple[object, ...]]) -> None:
-    engine = InProcess(*model)
+    engine = SchedulerWithRunner(*model)
     assert heard(engine.generate(requests())) == alone
     again = engine.generate(requests())
     assert heard(again) == alone
@@ -98,7 +98,7 @@ def test_with_preemptions_in_a_small_pool(
     steps_ahead: int, block_size: int, model: tuple[Decoder, torch.dtype], alone: list[tuple[object, ...]]
 ) -> None:
     """Two or three of the 16 fit at once; each grows past what it was admitted with."""
-    engine = InProcess(*model, block_size=block_size, num_blocks=256 // block_size, steps_ahead=steps_ahead)
+    engine = SchedulerWithRunner(*model, block_size=block_size, num_blocks=256 // block_size, steps_ahead=steps_ahead)
     assert heard(engine.generate(requests())) == alone
     assert engine.scheduler.counters.num_preemptions > 0
     assert engine.scheduler.num_used_blocks == 0

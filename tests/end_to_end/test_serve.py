@@ -9,7 +9,8 @@ import httpx
 import openai
 import pytest
 
-from tests.fakes.servers import Server, running_server, wait_until
+from tests.fakes.octavo_server import Server, running_server
+from tests.fakes.waiting import wait_until
 
 MODEL = "SmolLM2-135M-Instruct"
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]

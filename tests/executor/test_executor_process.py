@@ -14,8 +14,8 @@ from executor.startup import start_executor
 from protocol.config import Config
 from protocol.messages import BlockCopy, ExecutorReady, StepFailed
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.scheduler_side import FakeSchedulerSide
-from tests.fakes.steps import init, share, step
+from tests.fakes.fake_backend import FakeBackend
+from tests.fakes.runner_driver import init, share, step
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 END_TIMEOUT_S = 30
@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def scheduler():
-    with FakeSchedulerSide() as scheduler:
+    with FakeBackend() as scheduler:
         yield scheduler
 
 
@@ -95,7 +95,7 @@ def test_it_outlives_its_scheduler(checkpoint, scheduler):
         scheduler.welcome("s", life)
         before = scheduler.run(step(1, begin, scheduler="s", executor=life))
         scheduler.close()
-        with FakeSchedulerSide(scheduler.address) as successor:
+        with FakeBackend(scheduler.address) as successor:
             ready = successor.receive()
             assert (ready.scheduler_incarnation, ready.executor_incarnation) == ("s", life)
             successor.welcome("t", life, next_step_id=8)

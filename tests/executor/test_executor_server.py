@@ -4,8 +4,8 @@ import zmq
 from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
-from tests.fakes.scheduler_side import FakeSchedulerSide
-from tests.fakes.steps import EXECUTOR, SCHEDULER, init, share, step
+from tests.fakes.fake_backend import FakeBackend
+from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, init, share, step
 
 DESCRIPTION = ExecutorReady(0, EXECUTOR, 32, 4, 100, 64, "fingerprint")
 BLOCKS = [0, 1, 2, 3]
@@ -24,7 +24,7 @@ class Link:
 
     def __init__(self, context, model=None):
         self.clock = Clock()
-        self.scheduler = FakeSchedulerSide()
+        self.scheduler = FakeBackend()
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
         self.runner = make_runner(model)
@@ -63,7 +63,7 @@ class Link:
         """Replace the scheduler's process by another at the same address."""
         address = self.scheduler.address
         self.scheduler.close()
-        self.scheduler = FakeSchedulerSide(address)
+        self.scheduler = FakeBackend(address)
 
     def close(self):
         self.socket.close(0)
@@ -266,7 +266,7 @@ def test_progress_is_told_while_the_main_thread_is_busy(context):
     progress.count_layer()
     progress.count_layer("module", "inputs", "output")
     with (
-        FakeSchedulerSide() as scheduler,
+        FakeBackend() as scheduler,
         ProgressReporter(context, scheduler.address, EXECUTOR, progress),
     ):
         assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2)

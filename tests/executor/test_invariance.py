@@ -7,7 +7,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import load_model, read_model_config
 from executor.runner import ModelRunner
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.steps import Driver, init, share
+from tests.fakes.runner_driver import Driver, init, share
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from executor.models import Decoder, load_model, read_model_config
 from tests.fakes.checkpoints import TINY, make_checkpoint
-from tests.fakes.decoding import PagedDecoding, assert_greedy, greedy_tokens
+from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 
 MAX_MODEL_LEN = 56
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 
 from executor.models import load_model, read_model_config
-from tests.fakes.decoding import PagedDecoding, assert_greedy, greedy_tokens
+from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 
 NUM_TOKENS = 12
 MAX_MODEL_LEN = 128

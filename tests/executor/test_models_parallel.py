@@ -10,7 +10,7 @@ from torch import Tensor
 
 from executor.models import TensorParallel, load_model, read_model_config
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.decoding import PagedDecoding
+from tests.fakes.paged_decoding import PagedDecoding
 
 TIMEOUT_S = 30.0
 TOKEN_IDS = list(range(3, 300, 13))

@@ -5,7 +5,7 @@ import torch
 from executor import runner as runner_module
 from protocol.messages import BlockCopy, NeedInit, SequenceInit, StepResult, pack_ids
 from tests.fakes.cache_model import CacheModel, make_runner
-from tests.fakes.steps import EXECUTOR, SCHEDULER, Driver, init, sampling, share, step
+from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, Driver, init, sampling, share, step
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12, 8, 3, 11]
 

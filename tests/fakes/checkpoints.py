@@ -1,12 +1,10 @@
 """Tiny random checkpoints, written by transformers: the real format of each architecture in a few hundred kilobytes."""
 
-import json
 import math
 from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
 # Small, and of shapes that differ where they can: a transposed or swapped one shows.
@@ -22,11 +20,6 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
 
 
 def make_checkpoint(
@@ -35,21 +28,18 @@ def make_checkpoint(
     *,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-    tokenizer: bool = False,
     max_shard_size: str = "1GB",
     **config: object,
 ) -> Path:
     """Write a random checkpoint of `architecture` to `directory` and return it.
 
     `config` holds keys of config.json that differ from TINY. Weights are large enough for the most likely token to
-    stand out. With `tokenizer`, a byte-level tokenizer without merges and a chat template come with it.
+    stand out.
     """
     model_class = getattr(transformers, architecture)
     model = model_class(model_class.config_class(**{**TINY, **config}))
     randomize(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
-    if tokenizer:
-        _write_tokenizer(directory)
     return directory
 
 
@@ -65,21 +55,3 @@ def randomize(model: nn.Module, seed: int) -> None:
             nn.init.normal_(parameter, std=2.0, generator=generator)
         else:
             nn.init.normal_(parameter, std=2 / math.sqrt(parameter.shape[1]), generator=generator)
-
-
-def _write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer with one token for each byte after the special ones."""
-    vocabulary = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(vocabulary)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from protocol.messages import (
     Abort,
     Admitted,
     Hello,
-    Logprobs,
     Output,
     Outputs,
     Ready,
@@ -30,6 +28,7 @@ from protocol.messages import (
     unpack_ids,
 )
 from protocol.sockets import bind_router, new_identity, try_send
+from tests.fakes.toy_model import logprobs_of
 
 Reply = Callable[[Submit], Sequence[int]]
 Item = TypeVar("Item")
@@ -42,18 +41,6 @@ def computed_reply(submit: Submit) -> list[int]:
         100 + random.Random(submit.sampling.seed * 1_000_003 + position).randrange(900)
         for position in range(submit.sampling.max_tokens)
     ]
-
-
-def computed_logprobs(token_ids: Sequence[int], num_alternatives: int) -> Logprobs:
-    """Return logprob -(id % 7) - 0.5 and rank id % 5 + 1 for each token, and alternatives id + 1, id + 2, ..."""
-    tops = [[token_id + k for k in range(1, num_alternatives + 1)] for token_id in token_ids]
-    return Logprobs(
-        num_alternatives,
-        array("f", [-(token_id % 7) - 0.5 for token_id in token_ids]).tobytes(),
-        pack_ids(token_id % 5 + 1 for token_id in token_ids),
-        pack_ids(top for row in tops for top in row),
-        array("f", [-0.25 * k for _ in token_ids for k in range(1, num_alternatives + 1)]).tobytes(),
-    )
 
 
 @dataclass
@@ -271,10 +258,10 @@ class FakeScheduler:
         token_ids = record.token_ids[first : record.num_tokens]
         logprobs = prompt_logprobs = None
         if sampling.num_logprobs is not None:
-            logprobs = computed_logprobs(token_ids, sampling.num_logprobs)
+            logprobs = logprobs_of(token_ids, sampling.num_logprobs)
         if sampling.num_prompt_logprobs is not None and first == 0:
             prompt = unpack_ids(record.submit.prompt_token_ids)[1:]
-            prompt_logprobs = computed_logprobs(prompt, sampling.num_prompt_logprobs)
+            prompt_logprobs = logprobs_of(prompt, sampling.num_prompt_logprobs)
         record.num_sent_tokens, record.sent_finish = record.num_tokens, record.finish_reason is not None
         return Output(
             record.submit.request_id,

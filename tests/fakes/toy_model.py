@@ -34,13 +34,12 @@ def expected_output(
 
 
 def logprobs_of(token_ids: Sequence[int], num_alternatives: int) -> Logprobs:
-    """Return numbers that name the token that they belong to."""
-    values = array("f", (-float(token_id) for token_id in token_ids))
-    top_token_ids = [(token_id + k) % VOCAB_SIZE for token_id in token_ids for k in range(num_alternatives)]
+    """Return numbers that name the token: logprob -(id % 7) - 0.5, rank id + 1, alternatives id + 1, id + 2, ..."""
+    tops = [[token_id + k for k in range(1, num_alternatives + 1)] for token_id in token_ids]
     return Logprobs(
         num_alternatives,
-        values.tobytes(),
+        array("f", [-(token_id % 7) - 0.5 for token_id in token_ids]).tobytes(),
         pack_ids(token_id + 1 for token_id in token_ids),
-        pack_ids(top_token_ids),
-        array("f", (-float(token_id) for token_id in top_token_ids)).tobytes(),
+        pack_ids(top for row in tops for top in row),
+        array("f", [-0.25 * k for _ in token_ids for k in range(1, num_alternatives + 1)]).tobytes(),
     )

@@ -6,8 +6,8 @@ import pytest
 import pytest_asyncio
 
 from tests.fakes.fake_scheduler import FakeScheduler, computed_reply
-from tests.fakes.http_server import Served, serving
-from tests.fakes.tiny_model import VOCAB_SIZE, write_tiny_model
+from tests.fakes.gateway_server import Served, serving
+from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
 
 MAX_MODEL_LEN = 512
 

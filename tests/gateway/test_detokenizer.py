@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.detokenizer import MAX_UNDECIDED_TOKENS
 from gateway.tokenizer import Tokenizer
-from tests.fakes.tiny_tokenizers import write_byte_level_model, write_metaspace_model
+from tests.fakes.model_directories import write_byte_level_model, write_metaspace_model
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("a 🫠🥹龜é\u200d\ufffd\n", max_size=40)
 

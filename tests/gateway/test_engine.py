@@ -21,7 +21,7 @@ from gateway.tokenizer import Tokenizer
 from protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
 from protocol.sampling import SamplingParams
 from tests.fakes.fake_scheduler import FakeScheduler, Faults, LoseFirst, running
-from tests.fakes.tiny_tokenizers import write_byte_level_model
+from tests.fakes.model_directories import write_byte_level_model
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest_asyncio
 from gateway.app import ROUTES
 from protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
-from tests.fakes.http_server import Served, chat, serving
+from tests.fakes.gateway_server import Served, chat, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from protocol.messages import Submit
-from tests.fakes.http_server import MODEL, Served, chat
-from tests.fakes.tiny_model import IM_END, text_ids
+from tests.fakes.gateway_server import MODEL, Served, chat
+from tests.fakes.model_directories import IM_END, text_ids
 
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 NUM_PROMPT_TOKENS = len("user\nhi\nassistant\n") + 3

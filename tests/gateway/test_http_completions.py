@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from protocol.messages import Submit, unpack_ids
-from tests.fakes.http_server import MODEL, Served, completion
-from tests.fakes.tiny_model import IM_END, text_ids
+from tests.fakes.gateway_server import MODEL, Served, completion
+from tests.fakes.model_directories import IM_END, text_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

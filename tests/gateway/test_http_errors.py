@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from protocol.messages import Rejected, Submit
-from tests.fakes.http_server import Served, chat, completion
-from tests.fakes.tiny_model import text_ids
+from tests.fakes.gateway_server import Served, chat, completion
+from tests.fakes.model_directories import text_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.messages import Abort, Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler
-from tests.fakes.http_server import MODEL, Served, chat, completion, dechunked, parse_events, serving
+from tests.fakes.gateway_server import MODEL, Served, chat, completion, dechunked, parse_events, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

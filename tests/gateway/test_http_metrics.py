@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.messages import Abort, Stats, Submit
 from tests.fakes.fake_scheduler import FakeScheduler
-from tests.fakes.http_server import MODEL, Served, chat, serving
+from tests.fakes.gateway_server import MODEL, Served, chat, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

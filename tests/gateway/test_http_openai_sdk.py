@@ -7,8 +7,8 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from protocol.messages import Rejected
-from tests.fakes.http_server import MODEL, Served
-from tests.fakes.tiny_model import IM_END, text_ids
+from tests.fakes.gateway_server import MODEL, Served
+from tests.fakes.model_directories import IM_END, text_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol import __version__
-from tests.fakes.http_server import MODEL, Served
+from tests.fakes.gateway_server import MODEL, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

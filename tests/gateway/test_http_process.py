@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tests.fakes.fake_scheduler import FakeScheduler, running
-from tests.fakes.http_server import chat
-from tests.fakes.tiny_model import VOCAB_SIZE
+from tests.fakes.gateway_server import chat
+from tests.fakes.model_directories import VOCAB_SIZE
 
 COMMAND = [sys.executable, "-P", "-m", "gateway"]
 ROOT = Path(__file__).parents[2]

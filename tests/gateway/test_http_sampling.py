@@ -7,8 +7,8 @@ import pytest
 
 from protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
-from tests.fakes.http_server import Served, serving
-from tests.fakes.tiny_model import IM_END, write_tiny_model
+from tests.fakes.gateway_server import Served, serving
+from tests.fakes.model_directories import IM_END, write_tiny_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

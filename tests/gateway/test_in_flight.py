@@ -17,7 +17,7 @@ from protocol.messages import (
     unpack_ids,
 )
 from protocol.sampling import SamplingParams
-from tests.fakes.fake_scheduler import computed_logprobs
+from tests.fakes.toy_model import logprobs_of
 
 SUBMIT = Submit("r", 0, pack_ids([1, 2]), SamplingParams(max_tokens=9, seed=3))
 
@@ -66,12 +66,12 @@ def test_known_tokens_are_dropped_and_new_ones_kept(in_flight: InFlight, events:
 
 def test_log_probabilities_are_cut_with_their_tokens(in_flight: InFlight, events: list[Event]) -> None:
     in_flight.receive(outputs(0, 5), 0)
-    in_flight.receive(Outputs([Output("r", 0, pack_ids([5, 6]), None, computed_logprobs([5, 6], 2))]), 0)
-    assert events[-1] == Output("r", 1, pack_ids([6]), None, computed_logprobs([6], 2))
+    in_flight.receive(Outputs([Output("r", 0, pack_ids([5, 6]), None, logprobs_of([5, 6], 2))]), 0)
+    assert events[-1] == Output("r", 1, pack_ids([6]), None, logprobs_of([6], 2))
 
 
 def test_log_probabilities_of_the_prompt_are_delivered_once(in_flight: InFlight, events: list[Event]) -> None:
-    first = Outputs([Output("r", 0, pack_ids([5]), prompt_logprobs=computed_logprobs([2], 0))])
+    first = Outputs([Output("r", 0, pack_ids([5]), prompt_logprobs=logprobs_of([2], 0))])
     in_flight.receive(first, 0)
     in_flight.receive(first, 0)
     in_flight.receive(Outputs([Output("r", 1, pack_ids([6]), prompt_logprobs=Logprobs())]), 0)

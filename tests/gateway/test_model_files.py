@@ -7,7 +7,7 @@ import pytest
 from gateway.chat_template import ChatTemplateError
 from gateway.model_files import ModelFiles, SamplingDefaults, read_model_files
 from protocol.config import Config
-from tests.fakes.tiny_tokenizers import write_byte_level_model
+from tests.fakes.model_directories import write_byte_level_model
 
 
 @pytest.fixture

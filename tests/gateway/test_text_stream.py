@@ -10,8 +10,8 @@ from gateway.text_stream import TextStream
 from gateway.tokenizer import Tokenizer
 from protocol.messages import Output, pack_ids
 from protocol.sampling import SamplingParams
-from tests.fakes.fake_scheduler import computed_logprobs
-from tests.fakes.tiny_tokenizers import write_byte_level_model
+from tests.fakes.model_directories import write_byte_level_model
+from tests.fakes.toy_model import logprobs_of
 
 IM_END = 4
 
@@ -46,7 +46,7 @@ def stream(
     deltas, first = [], 0
     for size in batches or [1] * len(token_ids):
         batch, last = token_ids[first : first + size], first + size >= len(token_ids)
-        logprobs = None if params.num_logprobs is None else computed_logprobs(batch, params.num_logprobs)
+        logprobs = None if params.num_logprobs is None else logprobs_of(batch, params.num_logprobs)
         output = Output("r", first, pack_ids(batch), finish_reason if last else None, logprobs)
         if delta := text_stream.push(output):
             deltas.append(delta)
@@ -141,7 +141,7 @@ def test_logprobs_are_those_of_the_tokens(tokenizer: Tokenizer) -> None:
     [token_id] = letters(tokenizer, "a")
     [delta] = stream(tokenizer, [token_id], num_logprobs=2)
     top = [(token_id + 1, -0.25), (token_id + 2, -0.5)]
-    assert delta.logprobs == [TokenLogprob(token_id, -(token_id % 7) - 0.5, token_id % 5 + 1, top)]
+    assert delta.logprobs == [TokenLogprob(token_id, -(token_id % 7) - 0.5, token_id + 1, top)]
     [delta] = stream(tokenizer, [token_id], num_logprobs=0)
     assert delta.logprobs is not None
     assert delta.logprobs[0].top == []
@@ -151,9 +151,9 @@ def test_logprobs_are_those_of_the_tokens(tokenizer: Tokenizer) -> None:
 def test_logprobs_of_the_prompt_come_first_even_without_text(tokenizer: Tokenizer) -> None:
     params = SamplingParams(max_tokens=0, seed=0, num_prompt_logprobs=0)
     text_stream = TextStream(tokenizer.detokenizer(), params, [5, 6, 7])
-    delta = text_stream.push(Output("r", 0, finish_reason="length", prompt_logprobs=computed_logprobs([6, 7], 0)))
+    delta = text_stream.push(Output("r", 0, finish_reason="length", prompt_logprobs=logprobs_of([6, 7], 0)))
     assert delta is not None
-    assert delta.prompt_logprobs == [None, TokenLogprob(6, -6.5, 2, []), TokenLogprob(7, -0.5, 3, [])]
+    assert delta.prompt_logprobs == [None, TokenLogprob(6, -6.5, 7, []), TokenLogprob(7, -0.5, 8, [])]
     assert (delta.text, delta.token_ids, delta.finish_reason) == ("", [], "length")
 
 

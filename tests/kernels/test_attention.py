@@ -4,7 +4,7 @@ from torch import Tensor
 
 import kernels
 from kernels import reference
-from tests.kernels.cases import Sequences, paged_batch, random_sequences
+from tests.fakes.paged_batches import Sequences, paged_batch, random_sequences
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 TOLERANCE = {FLOAT32: {"rtol": 1e-5, "atol": 2e-6}, BFLOAT16: {"rtol": 2**-7, "atol": 1e-3}}

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from octavo.convert import convert_gguf
 from octavo.errors import ModelError
-from tests.octavo.tiny_gguf import CHAT_TEMPLATE, tiny_model, vocabulary, write_gguf
+from tests.fakes.tiny_gguf import CHAT_TEMPLATE, tiny_model, vocabulary, write_gguf
 
 LLAMA3 = {
     "rope_type": "llama3",

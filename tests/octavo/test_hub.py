@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.octavo.fake_hub import COMMIT, FakeHub, running
+from tests.fakes.fake_hub import COMMIT, FakeHub, running
 
 ROOT = Path(__file__).parents[2]
 WANTED = {

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from octavo.errors import ModelError
 from octavo.resolve import ResolvedModel, pull, resolve_model
-from tests.octavo.tiny_gguf import tiny_model, vocabulary, write_gguf
+from tests.fakes.tiny_gguf import tiny_model, vocabulary, write_gguf
 
 
 @pytest.fixture(autouse=True)

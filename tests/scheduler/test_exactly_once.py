@@ -14,11 +14,12 @@ import pytest
 
 from protocol.config import Config
 from protocol.sampling import SamplingParams
-from tests.fakes.executor import FakeExecutor
-from tests.fakes.gateway import FakeGateway, Stream
-from tests.fakes.proxy import ChaosProxy
-from tests.fakes.scheduler import ServerThread, socket_directory, toy_config, wait_until
+from tests.fakes.chaos_proxy import ChaosProxy
+from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.fake_gateway import FakeGateway, Stream
+from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
 from tests.fakes.toy_model import EOS_TOKEN_ID, expected_output, logprobs_of
+from tests.fakes.waiting import wait_until
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ class House:
             self.frontend = self._bad_link(f"ipc://{directory}/bad-frontend", self.frontend, seed)
         if executor_link:
             self.backend = self._bad_link(f"ipc://{directory}/bad-backend", self.backend, seed + 1000)
-        self.servers: list[ServerThread] = []
+        self.servers: list[SchedulerThread] = []
         self.executors: list[FakeExecutor] = []
         self.gateways: list[FakeGateway] = []
 
@@ -54,8 +55,8 @@ class House:
         self.proxies.append(self.stack.enter_context(ChaosProxy(address, target, seed, longest_delay_s=0.03)))
         return address
 
-    def start_scheduler(self) -> ServerThread:
-        self.servers.append(self.stack.enter_context(ServerThread(self.config)))
+    def start_scheduler(self) -> SchedulerThread:
+        self.servers.append(self.stack.enter_context(SchedulerThread(self.config)))
         return self.servers[-1]
 
     def start_executor(self, **settings: object) -> FakeExecutor:

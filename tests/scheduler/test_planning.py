@@ -4,7 +4,7 @@ import pytest
 
 from protocol.messages import Attachment, SequenceResult, StepResult, unpack_ids
 from scheduler.scheduler import PlannedStep
-from tests.scheduler.fake_executor import Driver
+from tests.fakes.scheduler_driver import Driver
 
 
 def shares(step: PlannedStep | None) -> list[tuple[int, int, int, bool]]:

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.tenants import TenantUsage
-from tests.scheduler.fake_executor import Driver
+from tests.fakes.scheduler_driver import Driver
 
 
 def preempted(driver: Driver) -> list[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.messages import Attachment, pack_ids
 from scheduler.prefix import block_hash, root_hash
-from tests.scheduler.fake_executor import Driver
+from tests.fakes.scheduler_driver import Driver
 
 PREFIX = [(7 * i + i // 5) % 50 for i in range(512)]
 

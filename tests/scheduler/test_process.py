@@ -10,10 +10,11 @@ import pytest
 
 from protocol.process import LIFELINE_FLAG
 from protocol.sampling import SamplingParams
-from tests.fakes.executor import FakeExecutor
-from tests.fakes.gateway import FakeGateway
-from tests.fakes.scheduler import socket_directory, wait_until
+from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.fake_gateway import FakeGateway
+from tests.fakes.scheduler_thread import socket_directory
 from tests.fakes.toy_model import expected_output
+from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = SamplingParams(max_tokens=300, seed=1)

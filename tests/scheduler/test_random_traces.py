@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import SequenceResult, StepResult
-from tests.scheduler.fake_executor import VOCAB_SIZE, Driver
+from tests.fakes.scheduler_driver import VOCAB_SIZE, Driver
 
 NUM_TRACES, NUM_CHUNKS = 10_000, 20
 MIN_STEPS, MAX_SEQS = 50, 8

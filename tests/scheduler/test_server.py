@@ -11,10 +11,13 @@ import zmq
 from protocol.messages import PROTOCOL_VERSION, ExecutorReady, encode
 from protocol.sampling import SamplingParams
 from protocol.sockets import connect_dealer
-from tests.fakes.executor import FakeExecutor
-from tests.fakes.gateway import FakeGateway, Stream
-from tests.fakes.scheduler import ServerThread, socket_directory, toy_config, wait_until
+from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.fake_gateway import FakeGateway, Stream
+from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
 from tests.fakes.toy_model import EOS_TOKEN_ID, VOCAB_SIZE, expected_output, logprobs_of
+from tests.fakes.waiting import wait_until
+
+SLOW_STEP_S = 0.05  # what is endless then lasts for longer than any peer's patience
 
 
 def sampling(max_tokens: int = 20, seed: int = 1, **fields) -> SamplingParams:
@@ -45,7 +48,7 @@ def house(directory):
     def build(*, settings=None, high_water_mark=1000, gateway=None, **executor_settings):
         config = toy_config(directory, **(settings or {}))
         with (
-            ServerThread(config, high_water_mark) as server,
+            SchedulerThread(config, high_water_mark) as server,
             FakeExecutor(config.backend_address, **executor_settings) as executor,
             FakeGateway(config.frontend_address, **(gateway or {})) as fake_gateway,
         ):
@@ -274,7 +277,7 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
 
 def test_a_dead_gateway_is_noticed_by_nobody_else(house):
     settings = {"peer_timeout_s": 1.0}
-    with house(settings=settings, step_s=0.005, num_blocks=1000) as (server, _, gateway):
+    with house(settings=settings, step_s=SLOW_STEP_S, num_blocks=1000) as (server, executor, gateway):
         gateway.wait_ready()
         kept = gateway.start("kept", [1, 2], endless(1, 300))
         with FakeGateway(server.config.frontend_address) as doomed:
@@ -283,18 +286,21 @@ def test_a_dead_gateway_is_noticed_by_nobody_else(house):
             wait_until(lambda: all(stream.token_ids for stream in streams))
             assert server.scheduler.num_running == 4
         wait_until(lambda: server.scheduler.counters.finished.get("abort") == 3)
+        executor.step_s = 0.0
         gateway.wait_all()
         assert_as_expected(kept)
         assert not any(stream.ended.is_set() for stream in streams)
 
 
 def test_a_frozen_gateway_goes_on_where_it_was(house):
-    with house(settings={"peer_timeout_s": 0.4}, step_s=0.006, num_blocks=200) as (server, _, gateway):
+    with house(settings={"peer_timeout_s": 0.4}, num_blocks=200) as (server, executor, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2], endless(1, 400))
         wait_until(lambda: len(stream.token_ids) > 10)
+        executor.step_s = SLOW_STEP_S
         gateway.freeze()
         wait_until(lambda: server.scheduler.counters.finished.get("abort") == 1)
+        executor.step_s = 0.0
         gateway.thaw()
         gateway.wait_all()
         assert_as_expected(stream)
@@ -320,7 +326,7 @@ def test_a_gateway_that_does_not_read_fills_its_queue_and_loses_nothing(house):
 
 def test_nobody_is_ready_without_an_executor(directory):
     config = toy_config(directory)
-    with ServerThread(config), FakeGateway(config.frontend_address) as gateway:
+    with SchedulerThread(config), FakeGateway(config.frontend_address) as gateway:
         stream = gateway.start("early", [1, 2, 3], sampling())
         wait_until(lambda: stream.num_submits > 1)  # that it was ignored, it finds out by itself
         assert gateway.ready is None
@@ -364,7 +370,7 @@ def test_an_executor_that_lost_its_state_is_told_again(house, async_scheduling):
 @pytest.mark.parametrize("how", ["killed", "failed"])
 def test_streams_outlive_an_executor(directory, how):
     config = toy_config(directory)
-    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway, ExitStack() as stack:
+    with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway, ExitStack() as stack:
         fail_at_step = 20 if how == "failed" else None
         first = stack.enter_context(FakeExecutor(config.backend_address, step_s=0.002, fail_at_step=fail_at_step))
         gateway.wait_ready()
@@ -386,7 +392,7 @@ def test_streams_outlive_an_executor(directory, how):
 
 def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
     config = toy_config(directory)
-    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
+    with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
         with FakeExecutor(config.backend_address, step_s=0.002):
             gateway.wait_ready()
             long = gateway.start("long", [1, 2], endless(1, 200))
@@ -403,7 +409,7 @@ def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
 
 def test_another_model_ends_what_was_in_flight(directory):
     config = toy_config(directory)
-    with ServerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
+    with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
         with FakeExecutor(config.backend_address, step_s=0.002):
             gateway.wait_ready()
             stream = gateway.start("r", [1, 2], endless(1, 200))
@@ -442,7 +448,7 @@ def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):
         return [record.message for record in caplog.records if "tokens/s" in record.message]
 
     with (
-        ServerThread(config, clock=lambda: 30 * time.monotonic()) as server,
+        SchedulerThread(config, clock=lambda: 30 * time.monotonic()) as server,
         FakeExecutor(config.backend_address, num_blocks=1000, step_s=0.002) as executor,
         FakeGateway(config.frontend_address) as gateway,
     ):

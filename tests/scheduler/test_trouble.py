@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from protocol.messages import SequenceResult, StepResult
-from tests.scheduler.fake_executor import Driver
+from tests.fakes.scheduler_driver import Driver
 
 
 def waiting(driver: Driver) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from protocol.config import Config
 from scheduler.scheduler import Scheduler
 from scheduler.server import Server, open_server
+from tests.fakes.waiting import wait_until
 
 
 @contextmanager
@@ -36,15 +37,7 @@ def toy_config(directory: Path, **settings: object) -> Config:
     return Config(**{**chosen, **settings})  # type: ignore[arg-type]
 
 
-def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
-    """Return as soon as the condition holds; fail if it does not in time."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_true():
-        assert time.monotonic() < deadline_s, "the condition did not come true"
-        time.sleep(0.002)
-
-
-class ServerThread:
+class SchedulerThread:
     """One life of the scheduler. Leaving the context ends it without a word to its peers, as a kill would."""
 
     def __init__(
@@ -58,7 +51,7 @@ class ServerThread:
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> "ServerThread":
+    def __enter__(self) -> "SchedulerThread":
         self._thread.start()
         assert self._is_open.wait(10)
         return self

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import httpx
 import openai
 import psutil
+
+from tests.fakes.waiting import wait_until
 
 START_TIMEOUT_S = 180.0
 ROLES = ("scheduler", "executor", "gateway")
@@ -67,11 +68,3 @@ def running_server(directory: Path, *arguments: str, environ: dict[str, str] | N
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         process.wait(60)
-
-
-def wait_until(true: Callable[[], bool], timeout_s: float) -> None:
-    """Return once `true()`; fail the test if that takes longer than `timeout_s`."""
-    end_s = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < end_s, f"not so within {timeout_s} s"
-        time.sleep(0.05)

@@ -24,6 +24,7 @@ from protocol.messages import (
     unpack_ids,
 )
 from protocol.sockets import connect_dealer, new_identity
+from tests.fakes.peer_thread import PeerThread
 from tests.fakes.toy_model import VOCAB_SIZE, logprobs_of, next_token
 
 NUM_KEPT_RESULTS = 2
@@ -69,7 +70,7 @@ class StepLog:
     num_tokens: dict[int, int] = field(default_factory=dict)  # by seq_id
 
 
-class FakeExecutor:
+class FakeExecutor(PeerThread):
     """One executor's life, in a thread. `check` raises what it found wrong with what it was told."""
 
     def __init__(
@@ -85,6 +86,7 @@ class FakeExecutor:
         checks_kv: bool = True,
         fail_at_step: int | None = None,
     ) -> None:
+        super().__init__()
         self.address = address
         self.incarnation = new_identity()
         self.max_model_len = max_model_len
@@ -99,45 +101,16 @@ class FakeExecutor:
         self.num_repeated = 0  # steps that came again and were answered from the last results
         self.num_ignored = 0  # messages of a wrong incarnation or number
         self.num_need_inits = 0
-        self.error: AssertionError | None = None
         self._next_step_id = 0  # 0: not welcomed
         self._free_since_s = time.monotonic()
         self._retired_schedulers: set[str] = set()
         self._states: dict[int, SequenceState] = {}
         self._results: OrderedDict[int, StepResult] = OrderedDict()
-        self._stop = threading.Event()
         self._forget = threading.Event()
-        self._running = threading.Event()  # cleared: frozen
-        self._running.set()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "FakeExecutor":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """End without a word."""
-        self._stop.set()
-        self._running.set()
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def freeze(self) -> None:
-        self._running.clear()
-
-    def thaw(self) -> None:
-        self._running.set()
 
     def forget_all(self) -> None:
         """Lose the soft state before the next step that needs some, as a bug would; the KV stays."""
         self._forget.set()
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     @property
     def num_scheduled_tokens(self) -> int:

@@ -28,7 +28,7 @@ class Generated:
     num_cached_tokens: int = 0
 
 
-class InProcess:
+class SchedulerWithRunner:
     """One model behind one scheduler. `steps_ahead` 1 plans each step while the one before is still to be done."""
 
     def __init__(

@@ -9,9 +9,10 @@ import time
 import zmq
 
 from protocol.sockets import bind_router, connect_dealer, try_send
+from tests.fakes.peer_thread import PeerThread
 
 
-class ChaosProxy:
+class ChaosProxy(PeerThread):
     """Between DEALERs that connect to `address` and the ROUTER at `target`; identities pass through."""
 
     def __init__(
@@ -25,6 +26,7 @@ class ChaosProxy:
         delay: float = 0.2,
         longest_delay_s: float = 0.05,
     ) -> None:
+        super().__init__()
         self.address = address
         self.target = target
         self.drop, self.repeat, self.delay = drop, repeat, delay
@@ -34,17 +36,6 @@ class ChaosProxy:
         self._is_calm = threading.Event()  # set: everything passes as it is
         self._held: list[tuple[float, int, bytes, bool, bytes]] = []  # due, order, identity, upward, payload
         self._order = itertools.count()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "ChaosProxy":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join(10)
-        assert not self._thread.is_alive()
 
     def calm(self) -> None:
         """Pass everything on from now on."""

@@ -17,7 +17,7 @@ from protocol.sockets import bind_router
 TIMEOUT_MS = 120_000  # kernels may have to be compiled first
 
 
-class FakeSchedulerSide:
+class FakeBackend:
     """Bound to a free port of the loopback, or to `address` again after a restart."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
@@ -27,7 +27,7 @@ class FakeSchedulerSide:
         self.identity = b""  # of the last executor that was heard, its progress reports aside
         self.progress: list[Progress] = []
 
-    def __enter__(self) -> "FakeSchedulerSide":
+    def __enter__(self) -> "FakeBackend":
         return self
 
     def __exit__(self, *exception: object) -> None:

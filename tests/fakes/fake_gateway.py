@@ -28,6 +28,7 @@ from protocol.messages import (
 )
 from protocol.sampling import SamplingParams
 from protocol.sockets import connect_dealer, new_identity
+from tests.fakes.peer_thread import PeerThread
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Stream:
         self.ended.set()
 
 
-class FakeGateway:
+class FakeGateway(PeerThread):
     """One gateway's life, in a thread. `check` raises what it found wrong with what it was told."""
 
     def __init__(
@@ -67,6 +68,7 @@ class FakeGateway:
         high_water_mark: int = 1000,
         protocol_version: int = PROTOCOL_VERSION,
     ) -> None:
+        super().__init__()
         self.address = address
         self.identity = new_identity()
         self.hello_interval_s = hello_interval_s
@@ -80,40 +82,15 @@ class FakeGateway:
         self.num_duplicates = 0  # tokens that came again
         self.num_gaps = 0
         self.num_resubmits = 0
-        self.error: AssertionError | None = None
         self._in_flight: dict[str, Stream] = {}
         self._hello_seq = 0
         self._hello_sent_s = 0.0
         self._lock = threading.Lock()  # between the thread and those who start and abort streams
         self._outbox: list[Submit | Abort] = []
-        self._stop = threading.Event()
         self._reading = threading.Event()  # cleared: says Hello, and reads nothing
         self._reading.set()
-        self._running = threading.Event()  # cleared: frozen
-        self._running.set()
         self._is_ready = threading.Event()
         self._has_stats = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> "FakeGateway":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """End without a word."""
-        self._stop.set()
-        self._running.set()
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def freeze(self) -> None:
-        self._running.clear()
-
-    def thaw(self) -> None:
-        self._running.set()
 
     def stop_reading(self) -> None:
         self._reading.clear()
@@ -158,10 +135,6 @@ class FakeGateway:
         """Wait until something else may have arrived."""
         self.check()
         self._stop.wait(0.002)
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
     def wait_all(self, timeout_s: float = 30.0) -> None:
         """Wait until every stream has ended; raise what was found wrong."""

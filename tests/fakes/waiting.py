@@ -1,0 +1,15 @@
+"""How tests wait: for a condition, with a limit that only a failure reaches."""
+
+import time
+from collections.abc import Callable
+
+LONGEST_PAUSE_S = 0.05
+
+
+def wait_until(is_true: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Return soon after the condition holds; fail if it does not in time."""
+    deadline_s, pause_s = time.monotonic() + timeout_s, 0.001
+    while not is_true():
+        assert time.monotonic() < deadline_s, f"not so within {timeout_s} s"
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
