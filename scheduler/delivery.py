@@ -140,10 +140,6 @@ class Ledger:
     def num_records(self) -> int:
         return len(self._by_seq_id)
 
-    @property
-    def unfinished_seq_ids(self) -> list[int]:
-        return [seq_id for seq_id, (_, record) in self._by_seq_id.items() if record.finish_reason is None]
-
     def hello(self, identity: bytes, hello: Hello, now_s: float) -> HelloOutcome | None:
         """Return what the gateway's truth asks for, None if a later Hello has overtaken this one."""
         gateway = self.gateways.setdefault(identity, Gateway(identity))

@@ -7,7 +7,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import load_model, read_model_config
 from executor.runner import ModelRunner
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.runner_driver import Driver, init, share
+from tests.fakes.runner_driver import RunnerDriver, init, share
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -41,7 +41,7 @@ def alone(model):
 def make_driver(model, block_size, num_blocks=600):
     decoder, dtype = model
     kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, CPU)
-    return Driver(ModelRunner(decoder, kv_caches, block_size=block_size, num_blocks=num_blocks))
+    return RunnerDriver(ModelRunner(decoder, kv_caches, block_size=block_size, num_blocks=num_blocks))
 
 
 def begin(seq_id, output=()):

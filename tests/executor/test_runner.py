@@ -5,7 +5,7 @@ import torch
 from executor import runner as runner_module
 from protocol.messages import BlockCopy, NeedInit, SequenceInit, StepResult, pack_ids
 from tests.fakes.cache_model import CacheModel, make_runner
-from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, Driver, init, sampling, share, step
+from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, sampling, share, step
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12, 8, 3, 11]
 
@@ -25,12 +25,12 @@ def generate(driver, seq_id, prompt, num_tokens, *, chunk=100, output=(), **fiel
 
 def reference(prompt, num_tokens, vocab_size=64, **fields):
     """Return what a fresh runner with one block for everything generates."""
-    driver = Driver(make_runner(CacheModel(vocab_size), block_size=256, num_blocks=1))
+    driver = RunnerDriver(make_runner(CacheModel(vocab_size), block_size=256, num_blocks=1))
     return generate(driver, 0, prompt, num_tokens, **fields)[0]
 
 
 def test_a_step_samples_where_it_is_asked_to():
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     first, second = driver.do(
         driver.share(1, PROMPT[:6], sample=False, init=init(PROMPT)),
         driver.share(2, [4, 4], init=init([4, 4])),
@@ -45,14 +45,14 @@ def test_a_step_samples_where_it_is_asked_to():
 @pytest.mark.parametrize("chunk", [1, 2, 5, 100])
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 9, "repetition_penalty": 1.2}], ids=str)
 def test_chunks_and_blocks_do_not_change_tokens(block_size, chunk, fields):
-    driver = Driver(make_runner(block_size=block_size, num_blocks=64))
+    driver = RunnerDriver(make_runner(block_size=block_size, num_blocks=64))
     assert generate(driver, 1, PROMPT, 12, chunk=chunk, **fields)[0] == reference(PROMPT, 12, **fields)
 
 
 def test_sequences_share_steps_without_touching_each_other():
     prompts = {1: PROMPT, 2: [3], 3: [8, 8, 8, 8], 4: PROMPT[::-1]}
     fields = {seq_id: {"temperature": 0.5 * seq_id, "seed": seq_id, "top_p": 0.9} for seq_id in prompts}
-    driver = Driver(make_runner(num_blocks=64))
+    driver = RunnerDriver(make_runner(num_blocks=64))
     results = driver.do(*(driver.share(i, p, init=init(p, **fields[i])) for i, p in prompts.items()))
     tokens = {i: list(result.token_ids) for i, result in zip(prompts, results, strict=True)}
     for _ in range(10):
@@ -64,7 +64,7 @@ def test_sequences_share_steps_without_touching_each_other():
 def test_a_preempted_sequence_goes_on_with_what_it_has():
     fields = {"temperature": 1.0, "seed": 4, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
     expected = reference(PROMPT, 12, **fields)
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     tokens, _ = generate(driver, 1, PROMPT, 5, **fields)
     driver.preempt(1)
     generate(driver, 2, [9] * 20, 3)  # overwrites its blocks
@@ -73,7 +73,7 @@ def test_a_preempted_sequence_goes_on_with_what_it_has():
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again():
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     generate(driver, 1, PROMPT, 1)
     # another sequence with the same 8 tokens: blocks 0 and 1 of the first, then one of its own
     suffix = [40, 41]
@@ -134,7 +134,7 @@ def test_in_the_middle_of_a_prompt_there_is_no_last_token_and_no_sample():
 
 
 def test_forgotten_sequences_are_gone():
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     generate(driver, 1, PROMPT, 2)
     generate(driver, 2, [1], 2)
     assert driver.runner.num_sequences == 2
@@ -193,7 +193,7 @@ def expected_prompt_logprobs(prompt, vocab_size=64):
             seen.append(model.forward(inputs, kv_caches))
             return seen[-1]
 
-    Driver(make_runner(Watched(vocab_size), block_size=256, num_blocks=1)).do(
+    RunnerDriver(make_runner(Watched(vocab_size), block_size=256, num_blocks=1)).do(
         share(1, 0, prompt, [0], init=init(prompt))
     )
     return model.compute_logits(seen[0]).double().log_softmax(-1)[:-1].numpy()
@@ -201,7 +201,7 @@ def expected_prompt_logprobs(prompt, vocab_size=64):
 
 @pytest.mark.parametrize("chunk", [1, 3, 4, 10, 100])
 def test_prompt_logprobs_are_complete_across_chunks_and_none_comes_twice(chunk):
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     tokens, results = generate(driver, 1, PROMPT, 3, chunk=chunk, num_prompt_logprobs=2, num_logprobs=1)
     parts = [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
     whole = sum(parts[1:], parts[0])
@@ -220,8 +220,10 @@ def test_prompt_logprobs_are_complete_across_chunks_and_none_comes_twice(chunk):
 
 def test_prompt_logprobs_of_long_prompts_come_in_slices_of_the_same_bits():
     prompt = [index % 64 for index in range(3 * runner_module.PROMPT_LOGPROB_ROWS + 5)]
-    [whole] = Driver(make_runner(block_size=256)).do(share(1, 0, prompt, [0], init=init(prompt, num_prompt_logprobs=1)))
-    driver = Driver(make_runner(block_size=256))
+    [whole] = RunnerDriver(make_runner(block_size=256)).do(
+        share(1, 0, prompt, [0], init=init(prompt, num_prompt_logprobs=1))
+    )
+    driver = RunnerDriver(make_runner(block_size=256))
     _, results = generate(driver, 1, prompt, 1, chunk=50, num_prompt_logprobs=1)
     parts = [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
     assert whole.prompt_logprobs == sum(parts[1:], parts[0])
@@ -230,7 +232,7 @@ def test_prompt_logprobs_of_long_prompts_come_in_slices_of_the_same_bits():
 
 def test_prompt_logprobs_of_a_prompt_that_is_only_scored():
     """max_tokens=0: nothing is sampled."""
-    [result] = Driver(make_runner()).do(
+    [result] = RunnerDriver(make_runner()).do(
         share(1, 0, PROMPT, [0, 1, 2], sample=False, init=init(PROMPT, max_tokens=0, num_prompt_logprobs=0))
     )
     assert result.token_ids == []
@@ -239,7 +241,7 @@ def test_prompt_logprobs_of_a_prompt_that_is_only_scored():
 
 
 def test_a_sequence_with_output_has_delivered_its_prompt_logprobs():
-    driver = Driver(make_runner())
+    driver = RunnerDriver(make_runner())
     _, results = generate(driver, 1, PROMPT, 1, output=[5], num_prompt_logprobs=2)
     assert all(result.prompt_logprobs is None for result in results)
 

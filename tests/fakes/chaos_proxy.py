@@ -3,7 +3,6 @@
 import heapq
 import itertools
 import random
-import threading
 import time
 
 import zmq
@@ -31,15 +30,10 @@ class ChaosProxy(PeerThread):
         self.target = target
         self.drop, self.repeat, self.delay = drop, repeat, delay
         self.longest_delay_s = longest_delay_s
-        self.num_dropped = self.num_repeated = self.num_delayed = self.num_passed = 0
+        self.num_dropped = self.num_repeated = self.num_delayed = 0
         self._random = random.Random(seed)
-        self._is_calm = threading.Event()  # set: everything passes as it is
         self._held: list[tuple[float, int, bytes, bool, bytes]] = []  # due, order, identity, upward, payload
         self._order = itertools.count()
-
-    def calm(self) -> None:
-        """Pass everything on from now on."""
-        self._is_calm.set()
 
     def _run(self) -> None:
         dealers: dict[bytes, zmq.Socket[bytes]] = {}
@@ -78,15 +72,14 @@ class ChaosProxy(PeerThread):
                     try_send(router, [identity, payload])
 
     def _take(self, identity: bytes, is_upward: bool, payload: bytes) -> None:
-        num_copies, delays_s = 1, [0.0, 0.0]
-        if not self._is_calm.is_set():
-            drawn = [self._random.random() for _ in range(5)]
-            num_copies = 0 if drawn[0] < self.drop else 2 if drawn[1] < self.repeat else 1
-            delays_s = [draw * self.longest_delay_s if chance < self.delay else 0.0
-                        for chance, draw in ((drawn[2], drawn[3]), (self.delay / 2, drawn[4]))]  # fmt: skip
+        drawn = [self._random.random() for _ in range(5)]
+        num_copies = 0 if drawn[0] < self.drop else 2 if drawn[1] < self.repeat else 1
+        delays_s = [
+            draw * self.longest_delay_s if chance < self.delay else 0.0
+            for chance, draw in ((drawn[2], drawn[3]), (self.delay / 2, drawn[4]))
+        ]
         self.num_dropped += num_copies == 0
         self.num_repeated += num_copies == 2
         self.num_delayed += any(delays_s[:num_copies])
-        self.num_passed += 1
         for delay_s in delays_s[:num_copies]:
             heapq.heappush(self._held, (time.monotonic() + delay_s, next(self._order), identity, is_upward, payload))

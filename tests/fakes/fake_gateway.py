@@ -81,7 +81,6 @@ class FakeGateway(PeerThread):
         self.incarnations: list[str] = []  # of schedulers, as seen
         self.num_duplicates = 0  # tokens that came again
         self.num_gaps = 0
-        self.num_resubmits = 0
         self._in_flight: dict[str, Stream] = {}
         self._hello_seq = 0
         self._hello_sent_s = 0.0
@@ -186,7 +185,6 @@ class FakeGateway(PeerThread):
         self._hello_sent_s = now_s
 
     def _submit(self, stream: Stream) -> None:
-        self.num_resubmits += stream.num_submits > 0
         stream.num_submits += 1
         stream.submitted_s = time.monotonic()
         stream.is_admitted = False

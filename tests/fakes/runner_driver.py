@@ -40,7 +40,7 @@ def step(
     return Step(scheduler, executor, step_id, list(sequences), list(forget), list(copies))
 
 
-class Driver:
+class RunnerDriver:
     """Plans for one runner: contiguous or scattered blocks, chunks, several sequences a step."""
 
     def __init__(self, runner: ModelRunner) -> None:

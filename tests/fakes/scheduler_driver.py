@@ -65,7 +65,7 @@ class State:
         self.wants_prompt_logprobs = step.init.sampling.num_prompt_logprobs is not None
 
 
-class FakeExecutor:
+class SlotExecutor:
     """Does steps strictly in order, as planned; asserts what a real one would answer with NeedInit."""
 
     def __init__(self, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
@@ -140,7 +140,7 @@ class FakeExecutor:
         return SequenceResult([state.last_token], prompt_logprobs=prompt_logprobs)
 
 
-class Driver:
+class SchedulerDriver:
     """A Scheduler, its executor and what a server would have passed on.
 
     Integrity is checked after every step, and after every other move too unless `checks_moves` is off.
@@ -169,7 +169,7 @@ class Driver:
             enable_prefix_caching,
         )
         self.scheduler = Scheduler(self.limits)
-        self.executor = FakeExecutor(num_blocks, block_size)
+        self.executor = SlotExecutor(num_blocks, block_size)
         self.sent: deque[PlannedStep] = deque()
         self.steps: list[PlannedStep] = []
         self.sequences: dict[int, Sequence] = {}
@@ -253,7 +253,7 @@ class Driver:
 
     def reset(self, num_blocks: int) -> None:
         """Another executor takes the place of the one before."""
-        self.executor = FakeExecutor(num_blocks, self.limits.block_size)
+        self.executor = SlotExecutor(num_blocks, self.limits.block_size)
         self.may_fail = True
         self.sent.clear()
         self.scheduler.reset_executor(num_blocks)

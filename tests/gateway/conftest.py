@@ -1,15 +1,41 @@
 import tempfile
 from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
+from gateway.tokenizer import Tokenizer
 from tests.fakes.fake_scheduler import FakeScheduler, computed_reply
 from tests.fakes.gateway_server import Served, serving
-from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
+from tests.fakes.model_directories import (
+    VOCAB_SIZE,
+    write_byte_level_model,
+    write_metaspace_model,
+    write_tiny_model,
+)
 
 MAX_MODEL_LEN = 512
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    with closing(Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))) as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture(scope="session")
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
+    with closing(Tokenizer(write_metaspace_model(tmp_path_factory.mktemp("metaspace")))) as tokenizer:
+        yield tokenizer
+
+
+@pytest.fixture(scope="session")
+def demo(demo_directory: Path) -> Iterator[Tokenizer]:
+    """The demo model's tokenizer."""
+    with closing(Tokenizer(demo_directory)) as tokenizer:
+        yield tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -1,36 +1,10 @@
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.detokenizer import MAX_UNDECIDED_TOKENS
 from gateway.tokenizer import Tokenizer
-from tests.fakes.model_directories import write_byte_level_model, write_metaspace_model
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("a 🫠🥹龜é\u200d\ufffd\n", max_size=40)
-
-
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    tokenizer = Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))
-    yield tokenizer
-    tokenizer.close()
-
-
-@pytest.fixture(scope="module")
-def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    tokenizer = Tokenizer(write_metaspace_model(tmp_path_factory.mktemp("metaspace")))
-    yield tokenizer
-    tokenizer.close()
-
-
-@pytest.fixture(scope="module")
-def demo(demo_directory: Path) -> Iterator[Tokenizer]:
-    tokenizer = Tokenizer(demo_directory)
-    yield tokenizer
-    tokenizer.close()
 
 
 def stream(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:

@@ -21,14 +21,11 @@ from gateway.tokenizer import Tokenizer
 from protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
 from protocol.sampling import SamplingParams
 from tests.fakes.fake_scheduler import FakeScheduler, Faults, LoseFirst, running
-from tests.fakes.model_directories import write_byte_level_model
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    made = Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))
-    yield made
-    made.close()
+def tokenizer(byte_level: Tokenizer) -> Tokenizer:
+    return byte_level
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +9,14 @@ from gateway.text_stream import TextStream
 from gateway.tokenizer import Tokenizer
 from protocol.messages import Output, pack_ids
 from protocol.sampling import SamplingParams
-from tests.fakes.model_directories import write_byte_level_model
 from tests.fakes.toy_model import logprobs_of
 
 IM_END = 4
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    made = Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))
-    yield made
-    made.close()
+def tokenizer(byte_level: Tokenizer) -> Tokenizer:
+    return byte_level
 
 
 def letters(tokenizer: Tokenizer, text: str) -> list[int]:

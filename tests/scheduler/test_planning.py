@@ -4,7 +4,7 @@ import pytest
 
 from protocol.messages import Attachment, SequenceResult, StepResult, unpack_ids
 from scheduler.scheduler import PlannedStep
-from tests.fakes.scheduler_driver import Driver
+from tests.fakes.scheduler_driver import SchedulerDriver
 
 
 def shares(step: PlannedStep | None) -> list[tuple[int, int, int, bool]]:
@@ -14,7 +14,7 @@ def shares(step: PlannedStep | None) -> list[tuple[int, int, int, bool]]:
 
 
 def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(10), max_tokens=2)
     driver.run()
     assert [shares(step) for step in driver.steps] == [
@@ -27,7 +27,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None
 
 
 def test_what_decodes_goes_before_a_new_prompt_and_both_share_one_step() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, [1, 2, 3])
     driver.step()
     driver.start(1, range(9))
@@ -38,7 +38,7 @@ def test_what_decodes_goes_before_a_new_prompt_and_both_share_one_step() -> None
 
 
 def test_init_comes_with_the_first_share_only() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(6), max_tokens=3)
     driver.run()
     assert [step.sequences[0].init is not None for step in driver.steps] == [True, False, False, False]
@@ -48,7 +48,7 @@ def test_init_comes_with_the_first_share_only() -> None:
 
 
 def test_the_token_being_sampled_is_planned_on_without_being_known() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, [1, 2, 3])
     driver.send()
     assert shares(driver.send()) == [(0, 3, 0, True)]
@@ -59,7 +59,7 @@ def test_the_token_being_sampled_is_planned_on_without_being_known() -> None:
 
 
 def test_chunks_are_planned_ahead() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(10))
     assert shares(driver.send()) == [(0, 0, 4, False)]
     assert shares(driver.send()) == [(0, 4, 4, False)]
@@ -69,7 +69,7 @@ def test_chunks_are_planned_ahead() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(2, 100), (100, 5)])
 def test_a_sequence_whose_last_token_is_being_sampled_is_not_planned_ahead(max_tokens: int, max_model_len: int) -> None:
-    driver = Driver(max_model_len=max_model_len)
+    driver = SchedulerDriver(max_model_len=max_model_len)
     driver.start(0, [1, 2, 3], max_tokens=max_tokens)
     driver.send()
     assert driver.send() is not None
@@ -81,8 +81,8 @@ def test_a_sequence_whose_last_token_is_being_sampled_is_not_planned_ahead(max_t
 
 
 def test_a_stop_found_late_wastes_one_slot_and_no_token() -> None:
-    driver = Driver()
-    [stop], _ = Driver.expect([1, 2, 3], max_tokens=1)
+    driver = SchedulerDriver()
+    [stop], _ = SchedulerDriver.expect([1, 2, 3], max_tokens=1)
     driver.start(0, [1, 2, 3], stop_token_ids=(stop,))
     driver.send()
     driver.send()
@@ -98,7 +98,7 @@ def test_a_stop_found_late_wastes_one_slot_and_no_token() -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 64])
 def test_any_schedule_gives_the_same_tokens(ahead: bool, block_size: int, max_num_batched_tokens: int) -> None:
-    driver = Driver(128, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
+    driver = SchedulerDriver(128, block_size=block_size, max_num_batched_tokens=max_num_batched_tokens)
     for seq_id in range(8):
         driver.start(seq_id, range(seq_id, 2 * seq_id + 1), max_tokens=5 + seq_id)
     driver.run(ahead=ahead)
@@ -106,7 +106,7 @@ def test_any_schedule_gives_the_same_tokens(ahead: bool, block_size: int, max_nu
 
 
 def test_max_tokens_zero_ends_once_the_prompt_is_computed() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(6), max_tokens=0)
     driver.run()
     assert [shares(step) for step in driver.steps] == [[(0, 0, 4, False)], [(0, 4, 2, False)]]
@@ -114,16 +114,16 @@ def test_max_tokens_zero_ends_once_the_prompt_is_computed() -> None:
 
 
 def test_a_prompt_that_fills_the_model_ends_without_a_token() -> None:
-    driver = Driver(max_model_len=6)
+    driver = SchedulerDriver(max_model_len=6)
     driver.start(0, range(6))
     driver.run()
     assert (driver.outputs[0], driver.reasons()) == ([], {0: "length"})
 
 
 def test_stop_ids_count_from_min_tokens_on() -> None:
-    tokens, _ = Driver.expect([1, 2, 3], max_tokens=30)
+    tokens, _ = SchedulerDriver.expect([1, 2, 3], max_tokens=30)
     again = tokens.index(tokens[0], 1)
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, [1, 2, 3], max_tokens=30, eos_token_ids=(tokens[0],), min_tokens=2)
     driver.start(1, [1, 2, 3], max_tokens=30, stop_token_ids=(tokens[again],), min_tokens=again + 1)
     driver.start(2, [1, 2, 3], max_tokens=30, stop_token_ids=(tokens[0],), min_tokens=1)
@@ -134,15 +134,15 @@ def test_stop_ids_count_from_min_tokens_on() -> None:
 
 
 def test_a_stop_id_at_max_tokens_is_a_stop() -> None:
-    tokens, _ = Driver.expect([1, 2, 3], max_tokens=1)
-    driver = Driver()
+    tokens, _ = SchedulerDriver.expect([1, 2, 3], max_tokens=1)
+    driver = SchedulerDriver()
     driver.start(0, [1, 2, 3], max_tokens=1, stop_token_ids=(tokens[0],))
     driver.run()
     assert driver.reasons() == {0: "stop"}
 
 
 def test_several_tokens_of_one_result_end_at_the_first_that_ends() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, [1, 2, 3], stop_token_ids=(9,))
     driver.start(1, [1, 2, 3], max_tokens=2)
     step = driver.send()
@@ -154,8 +154,8 @@ def test_several_tokens_of_one_result_end_at_the_first_that_ends() -> None:
 
 
 def test_a_resubmission_goes_on_where_it_was() -> None:
-    tokens, _ = Driver.expect(range(5), max_tokens=8)
-    driver = Driver(max_num_batched_tokens=4)
+    tokens, _ = SchedulerDriver.expect(range(5), max_tokens=8)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(5), tokens[:3], max_tokens=8)
     driver.run()
     assert shares(driver.steps[1]) == [(0, 4, 4, True)]
@@ -166,7 +166,7 @@ def test_a_resubmission_goes_on_where_it_was() -> None:
 
 
 def test_a_resubmission_that_was_complete_ends_at_once() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, [1, 2], [3, 4], max_tokens=2)
     driver.start(1, [1, 2], [3, 4], stop_token_ids=(4,))
     assert driver.reasons() == {0: "length", 1: "stop"}
@@ -175,7 +175,7 @@ def test_a_resubmission_that_was_complete_ends_at_once() -> None:
 
 
 def test_lower_priority_numbers_go_first() -> None:
-    driver = Driver(max_num_seqs=1)
+    driver = SchedulerDriver(max_num_seqs=1)
     driver.start(0, [1], max_tokens=1, priority=1)
     driver.start(1, [1], max_tokens=1, priority=1)
     driver.start(2, [1], max_tokens=1, priority=0)
@@ -184,7 +184,7 @@ def test_lower_priority_numbers_go_first() -> None:
 
 
 def test_one_that_lacks_blocks_is_not_overtaken() -> None:
-    driver = Driver(8)
+    driver = SchedulerDriver(8)
     driver.start(0, range(20), max_tokens=4)
     driver.step()
     driver.start(1, range(10, 26), max_tokens=4)
@@ -196,7 +196,7 @@ def test_one_that_lacks_blocks_is_not_overtaken() -> None:
 
 
 def test_refusals() -> None:
-    driver = Driver(4, max_model_len=20, max_num_waiting_seqs=1)
+    driver = SchedulerDriver(4, max_model_len=20, max_num_waiting_seqs=1)
     refusal = driver.scheduler.refusal
     assert refusal(driver.make(0, range(8))) is None
     for wrong in (
@@ -221,7 +221,7 @@ def test_refusals() -> None:
 
 
 def test_nothing_is_planned_before_an_executor_says_how_many_blocks_it_has() -> None:
-    driver = Driver(0)
+    driver = SchedulerDriver(0)
     sequence = driver.make(0, range(100))
     assert driver.scheduler.refusal(sequence) is None
     driver.add(sequence)
@@ -234,7 +234,7 @@ def test_nothing_is_planned_before_an_executor_says_how_many_blocks_it_has() -> 
 
 
 def test_a_result_of_no_step_in_flight_is_ignored() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, [1, 2, 3])
     step = driver.send()
     assert step is not None
@@ -248,7 +248,7 @@ def test_a_result_of_no_step_in_flight_is_ignored() -> None:
 
 
 def test_counters() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(10), max_tokens=4)
     driver.run()
     counters = driver.scheduler.counters

@@ -3,15 +3,15 @@
 import pytest
 
 from scheduler.tenants import TenantUsage
-from tests.fakes.scheduler_driver import Driver
+from tests.fakes.scheduler_driver import SchedulerDriver
 
 
-def preempted(driver: Driver) -> list[int]:
+def preempted(driver: SchedulerDriver) -> list[int]:
     """The waiting sequences that have run before."""
     return [sequence.seq_id for sequence in driver.scheduler.waiting if sequence.was_admitted]
 
 
-def until_preemption(driver: Driver, *, ahead: bool = False) -> None:
+def until_preemption(driver: SchedulerDriver, *, ahead: bool = False) -> None:
     """Stop right after the plan that preempted, with the step before it in flight if `ahead`."""
     driver.send()
     while not driver.scheduler.counters.num_preemptions:
@@ -21,7 +21,7 @@ def until_preemption(driver: Driver, *, ahead: bool = False) -> None:
 
 
 def test_the_youngest_gives_way_and_resumes_with_its_tokens() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(6 + seq_id), max_tokens=20)
     until_preemption(driver)
@@ -37,7 +37,7 @@ def test_the_youngest_gives_way_and_resumes_with_its_tokens() -> None:
 
 
 def test_a_worse_priority_gives_way_to_a_younger_sequence() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     driver.start(0, range(6), max_tokens=20, priority=1)
     driver.start(1, range(6), max_tokens=20, priority=0)
     until_preemption(driver)
@@ -47,7 +47,7 @@ def test_a_worse_priority_gives_way_to_a_younger_sequence() -> None:
 
 
 def test_the_tenant_that_was_served_most_gives_way() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     driver.start(0, range(10), max_tokens=15, tenant="a")
     driver.start(1, range(4), max_tokens=20, tenant="b")
     until_preemption(driver)
@@ -57,7 +57,7 @@ def test_the_tenant_that_was_served_most_gives_way() -> None:
 
 
 def test_a_victim_that_is_in_the_step_already_leaves_it() -> None:
-    driver = Driver(8, enable_prefix_caching=False, max_num_batched_tokens=16)
+    driver = SchedulerDriver(8, enable_prefix_caching=False, max_num_batched_tokens=16)
     driver.start(0, range(10), max_tokens=15, tenant="a")  # planned first, and first to give way
     driver.start(1, range(4), max_tokens=25, tenant="b")
     until_preemption(driver)
@@ -68,7 +68,7 @@ def test_a_victim_that_is_in_the_step_already_leaves_it() -> None:
 
 
 def test_a_step_that_preempted_admits_nobody() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(6), max_tokens=20)
     driver.run_until(lambda: driver.scheduler.num_free_blocks == 0)
@@ -85,7 +85,7 @@ def test_a_step_that_preempted_admits_nobody() -> None:
 
 
 def test_a_preempted_sequence_resumes_before_newcomers_that_came_before_it() -> None:
-    driver = Driver(8)
+    driver = SchedulerDriver(8)
     prefix = range(8)
     driver.start(0, [*prefix, 1], max_tokens=20)
     driver.start(1, [*prefix, *range(20, 33)], max_tokens=2)  # waits for the prefix, and then for blocks
@@ -97,7 +97,7 @@ def test_a_preempted_sequence_resumes_before_newcomers_that_came_before_it() -> 
 
 
 def test_admission_leaves_a_block_for_each_running_sequence() -> None:
-    driver = Driver(4, enable_prefix_caching=False)
+    driver = SchedulerDriver(4, enable_prefix_caching=False)
     driver.start(0, range(7), max_tokens=6)
     driver.start(1, range(7), max_tokens=6)
     driver.step()
@@ -108,7 +108,7 @@ def test_admission_leaves_a_block_for_each_running_sequence() -> None:
 
 
 def test_the_result_in_flight_of_a_preempted_sequence_counts() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(6), max_tokens=20)
     until_preemption(driver, ahead=True)
@@ -124,14 +124,14 @@ def test_the_result_in_flight_of_a_preempted_sequence_counts() -> None:
 
 
 def test_a_preempted_sequence_may_end_by_its_result_in_flight() -> None:
-    tokens, _ = Driver.expect(range(6), max_tokens=20)
-    driver = Driver(8, enable_prefix_caching=False)
+    tokens, _ = SchedulerDriver.expect(range(6), max_tokens=20)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(6), max_tokens=20)
     until_preemption(driver, ahead=True)
     stopping = len(driver.outputs[1])
 
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     driver.start(0, range(6), max_tokens=20)
     driver.start(1, range(6), max_tokens=20, stop_token_ids=(tokens[stopping],), min_tokens=stopping + 1)
     until_preemption(driver, ahead=True)
@@ -144,7 +144,7 @@ def test_a_preempted_sequence_may_end_by_its_result_in_flight() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_many_long_requests_share_a_pool_that_holds_few_of_them(ahead: bool) -> None:
-    driver = Driver(24, max_num_seqs=16, max_num_batched_tokens=32)
+    driver = SchedulerDriver(24, max_num_seqs=16, max_num_batched_tokens=32)
     for seq_id in range(16):
         driver.start(seq_id, range(seq_id, seq_id + 20), max_tokens=50, tenant=str(seq_id % 3), priority=seq_id % 2)
     driver.run(ahead=ahead)
@@ -153,7 +153,7 @@ def test_many_long_requests_share_a_pool_that_holds_few_of_them(ahead: bool) -> 
 
 
 def test_each_state_on_the_executor_is_forgotten_once() -> None:
-    driver = Driver(8, enable_prefix_caching=False)
+    driver = SchedulerDriver(8, enable_prefix_caching=False)
     for seq_id in range(3):
         driver.start(seq_id, range(6), max_tokens=20)
     driver.run(ahead=True)
@@ -165,7 +165,7 @@ def test_each_state_on_the_executor_is_forgotten_once() -> None:
 
 @pytest.mark.parametrize("num_batched_tokens", [2, 3, 64])
 def test_prompt_logprobs_come_whole_and_once_through_preemption(num_batched_tokens: int) -> None:
-    driver = Driver(8, max_num_batched_tokens=num_batched_tokens)
+    driver = SchedulerDriver(8, max_num_batched_tokens=num_batched_tokens)
     driver.start(0, range(6), max_tokens=20, tenant="a")
     driver.start(1, range(20), max_tokens=4, num_prompt_logprobs=0, tenant="b")
     driver.run(ahead=True)
@@ -175,7 +175,7 @@ def test_prompt_logprobs_come_whole_and_once_through_preemption(num_batched_toke
 
 
 def test_prompt_logprobs_of_a_preempted_chunk_are_neither_lost_nor_repeated() -> None:
-    driver = Driver(12, max_num_batched_tokens=4)
+    driver = SchedulerDriver(12, max_num_batched_tokens=4)
     driver.start(0, range(30), max_tokens=8, num_prompt_logprobs=0, priority=1)
     driver.step()
     driver.step()  # 8 of 30

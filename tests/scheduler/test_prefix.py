@@ -6,13 +6,13 @@ import pytest
 
 from protocol.messages import Attachment, pack_ids
 from scheduler.prefix import block_hash, root_hash
-from tests.fakes.scheduler_driver import Driver
+from tests.fakes.scheduler_driver import SchedulerDriver
 
 PREFIX = [(7 * i + i // 5) % 50 for i in range(512)]
 
 
-def prefix_driver() -> Driver:
-    return Driver(256, block_size=16, max_num_batched_tokens=600, max_num_seqs=16)
+def prefix_driver() -> SchedulerDriver:
+    return SchedulerDriver(256, block_size=16, max_num_batched_tokens=600, max_num_seqs=16)
 
 
 def test_a_second_request_computes_only_what_is_new() -> None:
@@ -31,7 +31,7 @@ def test_a_second_request_computes_only_what_is_new() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("max_num_batched_tokens", [100, 600, 8192])
 def test_eight_at_once_compute_the_prefix_once_and_hold_it_once(ahead: bool, max_num_batched_tokens: int) -> None:
-    driver = Driver(256, block_size=16, max_num_batched_tokens=max_num_batched_tokens)
+    driver = SchedulerDriver(256, block_size=16, max_num_batched_tokens=max_num_batched_tokens)
     for seq_id in range(8):
         driver.start(seq_id, [*PREFIX, seq_id, 1, 2], max_tokens=4)
     most_blocks = 0
@@ -85,7 +85,7 @@ def test_one_that_waits_for_a_prefix_goes_on_alone_if_the_other_is_aborted() -> 
 
 
 def test_at_least_one_token_is_computed() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(8), max_tokens=1)
     driver.run()
     driver.start(1, range(8), max_tokens=1)
@@ -96,7 +96,7 @@ def test_at_least_one_token_is_computed() -> None:
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_generated_tokens_are_a_prefix_too(ahead: bool) -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(6), max_tokens=7)
     driver.run(ahead=ahead)
     driver.start(1, [*range(6), *driver.outputs[0], 3], max_tokens=1)
@@ -106,7 +106,7 @@ def test_generated_tokens_are_a_prefix_too(ahead: bool) -> None:
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
-    driver = Driver(enable_prefix_caching=False)
+    driver = SchedulerDriver(enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(9))
     driver.run()
@@ -127,7 +127,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     ],
 )
 def test_those_who_may_not_share_do_not(first: dict[str, Any], second: dict[str, Any]) -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(9), **first)
     driver.run()
     driver.start(1, range(9), **second)
@@ -166,7 +166,7 @@ def test_attachments_count_in_the_blocks_that_they_reach_into() -> None:
 
 
 def test_the_least_recently_used_tail_is_evicted_first() -> None:
-    driver = Driver(8)
+    driver = SchedulerDriver(8)
     driver.start(0, range(13), max_tokens=1)  # 3 full blocks stay
     driver.run()
     driver.start(1, range(20, 29), max_tokens=1)  # 2 more
@@ -184,7 +184,7 @@ def test_the_least_recently_used_tail_is_evicted_first() -> None:
 
 
 def test_prompt_logprobs_come_whole_and_once_though_the_prefix_is_cached() -> None:
-    driver = Driver(max_num_batched_tokens=4)
+    driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(10), max_tokens=2)
     driver.run()
     driver.start(1, range(10), max_tokens=2, num_prompt_logprobs=0)

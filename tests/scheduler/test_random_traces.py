@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import SequenceResult, StepResult
-from tests.fakes.scheduler_driver import VOCAB_SIZE, Driver
+from tests.fakes.scheduler_driver import VOCAB_SIZE, SchedulerDriver
 
 NUM_TRACES, NUM_CHUNKS = 10_000, 20
 MIN_STEPS, MAX_SEQS = 50, 8
@@ -19,7 +19,7 @@ class Trace:
         self.random = random.Random(seed)
         choose = self.random.choice
         self.max_blocks = self.random.randint(8, 32)
-        self.driver = Driver(
+        self.driver = SchedulerDriver(
             self.max_blocks,
             block_size=choose((1, 3, 4, 4)),
             max_model_len=choose((26, 1000)),

@@ -5,34 +5,34 @@ from collections.abc import Callable
 import pytest
 
 from protocol.messages import SequenceResult, StepResult
-from tests.fakes.scheduler_driver import Driver
+from tests.fakes.scheduler_driver import SchedulerDriver
 
 
-def waiting(driver: Driver) -> None:
+def waiting(driver: SchedulerDriver) -> None:
     pass
 
 
-def in_flight(driver: Driver) -> None:
+def in_flight(driver: SchedulerDriver) -> None:
     driver.send()
 
 
-def two_in_flight(driver: Driver) -> None:
+def two_in_flight(driver: SchedulerDriver) -> None:
     driver.send()
     driver.send()
 
 
-def decoding(driver: Driver) -> None:
+def decoding(driver: SchedulerDriver) -> None:
     driver.step()
     driver.step()
 
 
-def decoding_ahead(driver: Driver) -> None:
+def decoding_ahead(driver: SchedulerDriver) -> None:
     driver.step()
     driver.send()
     driver.send()
 
 
-def preempted_in_flight(driver: Driver) -> None:
+def preempted_in_flight(driver: SchedulerDriver) -> None:
     driver.start(1, range(9), max_tokens=20, priority=-1)
     driver.send()
     while not driver.scheduler.counters.num_preemptions:
@@ -48,8 +48,8 @@ STATES = [waiting, in_flight, two_in_flight, decoding, decoding_ahead, preempted
 
 @pytest.mark.parametrize("reach", STATES)
 @pytest.mark.parametrize("reason", ["abort", "error"])
-def test_a_sequence_ends_once_from_any_state(reach: Callable[[Driver], None], reason: str) -> None:
-    driver = Driver(8)
+def test_a_sequence_ends_once_from_any_state(reach: Callable[[SchedulerDriver], None], reason: str) -> None:
+    driver = SchedulerDriver(8)
     driver.start(0, range(9), max_tokens=20)
     reach(driver)
     for _ in range(2):
@@ -66,7 +66,7 @@ def test_a_sequence_ends_once_from_any_state(reach: Callable[[Driver], None], re
 
 
 def test_blocks_of_an_aborted_sequence_are_free_within_two_steps() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(9), max_tokens=20)
     decoding_ahead(driver)
     driver.scheduler.abort(0)
@@ -79,14 +79,14 @@ def test_blocks_of_an_aborted_sequence_are_free_within_two_steps() -> None:
 
 
 def test_an_unknown_sequence_is_ignored() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.scheduler.abort(7)
     driver.scheduler.fail(7, "because")
     assert driver.scheduler.take_updates() == []
 
 
 def test_a_result_without_a_token_ends_the_sequence_with_an_error() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3))
     step = driver.send()
     assert step is not None
@@ -98,7 +98,7 @@ def test_a_result_without_a_token_ends_the_sequence_with_an_error() -> None:
 @pytest.mark.parametrize("computes_void", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_share_that_sat_out_is_planned_again(num_steps: int, computes_void: bool) -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for seq_id in range(2):
         driver.start(seq_id, range(seq_id + 3), max_tokens=9)
     for _ in range(num_steps):
@@ -115,7 +115,7 @@ def test_a_share_that_sat_out_is_planned_again(num_steps: int, computes_void: bo
 
 
 def test_a_first_share_that_sat_out_is_introduced_again() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     driver.send()
     driver.receive([0])
@@ -128,7 +128,7 @@ def test_a_first_share_that_sat_out_is_introduced_again() -> None:
 
 @pytest.mark.parametrize("num_in_flight", [1, 2])
 def test_need_init_cancels_and_introduces_again(num_in_flight: int) -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for seq_id in range(2):
         driver.start(seq_id, range(seq_id + 3), max_tokens=9)
     for _ in range(3):
@@ -150,7 +150,7 @@ def test_need_init_cancels_and_introduces_again(num_in_flight: int) -> None:
 
 
 def test_need_init_of_the_second_step_drains_the_first() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     two_in_flight(driver)
     driver.scheduler.need_init(2, [0])
@@ -167,7 +167,7 @@ def test_need_init_of_the_second_step_drains_the_first() -> None:
 
 
 def test_need_init_of_a_step_planned_on_what_sat_out() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     driver.step()
     two_in_flight(driver)
@@ -178,7 +178,7 @@ def test_need_init_of_a_step_planned_on_what_sat_out() -> None:
 
 
 def test_need_init_said_twice_counts_once() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     driver.send()
     driver.executor.lose([0])
@@ -191,7 +191,7 @@ def test_need_init_said_twice_counts_once() -> None:
 
 
 def test_what_a_cancelled_step_would_have_forgotten_is_forgotten_by_the_next() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=1)
     driver.start(1, range(3), max_tokens=9)
     driver.step()
@@ -208,7 +208,7 @@ def test_what_a_cancelled_step_would_have_forgotten_is_forgotten_by_the_next() -
 
 
 def test_another_executor_goes_on_with_the_tokens_that_are_there() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for seq_id in range(4):
         driver.start(seq_id, range(seq_id + 3), max_tokens=9, num_prompt_logprobs=0)
     for _ in range(5):
@@ -229,7 +229,7 @@ def test_another_executor_goes_on_with_the_tokens_that_are_there() -> None:
 
 
 def test_what_no_longer_fits_ends_with_an_error_that_says_so() -> None:
-    driver = Driver(32)
+    driver = SchedulerDriver(32)
     driver.start(0, range(20), max_tokens=20)
     driver.start(1, range(3), max_tokens=6)
     driver.step()
@@ -243,7 +243,7 @@ def test_what_no_longer_fits_ends_with_an_error_that_says_so() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("num_tokens", [0, 3])  # that the poison gets before it kills
 def test_a_request_that_kills_executors_ends_and_the_others_live(num_tokens: int, ahead: bool) -> None:
-    driver = Driver(64)
+    driver = SchedulerDriver(64)
     for seq_id in range(8):
         driver.start(seq_id, range(seq_id + 3), max_tokens=9)
     num_deaths = 0
@@ -264,7 +264,7 @@ def test_a_request_that_kills_executors_ends_and_the_others_live(num_tokens: int
 
 
 def test_one_death_accuses_nobody() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3))
     driver.send()
     driver.reset(32)
@@ -273,7 +273,7 @@ def test_one_death_accuses_nobody() -> None:
 
 
 def test_a_suspect_that_has_a_new_token_holds_nobody_up() -> None:
-    driver = Driver(enable_prefix_caching=False)
+    driver = SchedulerDriver(enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(3))
     for _ in range(2):
@@ -292,7 +292,7 @@ def test_a_suspect_that_has_a_new_token_holds_nobody_up() -> None:
 
 
 def test_a_suspect_that_was_aborted_holds_nobody_up() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     for seq_id in range(2):
         driver.start(seq_id, range(3))
     driver.send()
@@ -306,7 +306,7 @@ def test_a_suspect_that_was_aborted_holds_nobody_up() -> None:
 
 
 def test_blocks_that_a_cancelled_step_held_wait_for_the_step_before_it() -> None:
-    driver = Driver()
+    driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     two_in_flight(driver)
     driver.scheduler.abort(0)
