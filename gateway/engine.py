@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class Overloaded(Exception):  # noqa: N818
+class Overloaded(Exception):  # noqa: N818  (what the scheduler answered)
     """The scheduler's queue is full: try again after `retry_after_s`. Nothing was begun."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
@@ -35,7 +35,7 @@ class Overloaded(Exception):  # noqa: N818
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
-class Refused(Exception):  # noqa: N818
+class Refused(Exception):  # noqa: N818  (what the scheduler answered)
     """The scheduler will never take this request."""
 
     def __init__(self, reason: str) -> None:
@@ -43,7 +43,7 @@ class Refused(Exception):  # noqa: N818
         self.reason = reason
 
 
-class Unavailable(Exception):  # noqa: N818
+class Unavailable(Exception):  # noqa: N818  (what the scheduler answered)
     """No scheduler can make progress now."""
 
     def __init__(self, reason: str) -> None:

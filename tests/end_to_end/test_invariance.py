@@ -105,4 +105,4 @@ def test_with_preemptions_in_a_small_pool(
 
 
 def _num_tokens(step: object) -> int:
-    return max(1, len(step.token_ids) // 4)  # type: ignore[attr-defined]
+    return max(1, len(step.token_ids) // 4)

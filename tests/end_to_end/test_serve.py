@@ -26,7 +26,7 @@ def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_models_name_the_demo_and_its_directory(server: Server, demo_directory: Path) -> None:
     [model] = server.client().models.list().data
     assert model.id == MODEL
-    assert model.root == str(demo_directory)  # type: ignore[attr-defined]
+    assert model.root == str(demo_directory)
     assert server.client().models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         server.client().models.retrieve("no-such-model")
@@ -50,7 +50,7 @@ def test_stream_equals_unstreamed_and_every_chunk_can_be_indexed(server: Server)
 
 def test_completions_of_every_prompt_form_agree(server: Server) -> None:
     def complete(prompt: object) -> list[str]:
-        answer = server.client().completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8, logprobs=1)  # type: ignore[call-overload]
+        answer = server.client().completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=8, logprobs=1)
         return [choice.text for choice in answer.choices]
 
     text = "The first page of a book is"

@@ -34,7 +34,7 @@ def toy_config(directory: Path, **settings: object) -> Config:
         "max_num_batched_tokens": 64,
         "peer_timeout_s": 5.0,
     }
-    return Config(**{**chosen, **settings})  # type: ignore[arg-type]
+    return Config(**{**chosen, **settings})
 
 
 class SchedulerThread:

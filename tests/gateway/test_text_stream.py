@@ -36,7 +36,7 @@ def stream(
     **sampling: object,
 ) -> list[Delta]:
     """Return the Deltas of `token_ids`, which come in `batches` (default: one by one)."""
-    params = SamplingParams(max_tokens=100, seed=0, **sampling)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=100, seed=0, **sampling)
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
     text_stream = TextStream(detokenizer, params, [5, 6, 7], stop, include_stop)
     deltas, first = [], 0

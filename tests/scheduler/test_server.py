@@ -258,6 +258,7 @@ def test_another_protocol_version_is_never_served(house, caplog):
 @pytest.mark.parametrize("side", ["frontend_address", "backend_address"])
 def test_what_is_no_message_is_dropped(house, caplog, side):
     caplog.set_level(logging.WARNING)
+    started_s = time.monotonic()
     with house() as (server, _, gateway):
         gateway.wait_ready()
         with (
@@ -269,7 +270,8 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
             socket.send_multipart([encode(ExecutorReady(0, "", 0, 0, 0, 0, ""))[:-1]])
             assert_served(gateway)
             wait_until(lambda: any("dropped what" in record.message for record in caplog.records))
-        assert sum("dropped what" in record.message for record in caplog.records) <= 2  # six in far less than 2 s
+        num_complaints = sum("dropped what" in record.message for record in caplog.records)
+        assert num_complaints <= 1 + (time.monotonic() - started_s)  # of six messages, however slow the machine is
 
 
 # What fails
@@ -336,7 +338,7 @@ def test_nobody_is_ready_without_an_executor(directory):
 
 
 def test_a_frozen_executor_goes_on_where_it_was(house):
-    with house(settings={"peer_timeout_s": 1.0}, step_s=0.002, num_blocks=200) as (server, executor, gateway):
+    with house(settings={"peer_timeout_s": 1.0}, step_s=0.01, num_blocks=200) as (server, executor, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2], endless(1, 300))
         wait_until(lambda: len(stream.token_ids) > 10)
@@ -345,6 +347,7 @@ def test_a_frozen_executor_goes_on_where_it_was(house):
         num_tokens = len(stream.token_ids)
         wait_until(lambda: server.server.link.num_in_flight > 0)
         assert len(stream.token_ids) == num_tokens
+        executor.step_s = 0.0
         executor.thaw()
         wait_until(lambda: gateway.ready.can_progress)
         gateway.wait_all()
@@ -355,9 +358,10 @@ def test_a_frozen_executor_goes_on_where_it_was(house):
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_an_executor_that_lost_its_state_is_told_again(house, async_scheduling):
-    with house(settings={"async_scheduling": async_scheduling}, step_s=0.002) as (_, executor, gateway):
+    settings = {"async_scheduling": async_scheduling}
+    with house(settings=settings, step_s=0.005, num_blocks=300) as (_, executor, gateway):
         gateway.wait_ready()
-        streams = [gateway.start(f"r{n}", [1, 2, n], endless(n, 100)) for n in range(4)]
+        streams = [gateway.start(f"r{n}", [1, 2, n], endless(n, 200)) for n in range(4)]
         for num_tokens in (10, 30, 60):
             wait_until(lambda least=num_tokens: min(len(stream.token_ids) for stream in streams) > least)
             executor.forget_all()
@@ -393,7 +397,7 @@ def test_streams_outlive_an_executor(directory, how):
 def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
     config = toy_config(directory)
     with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
-        with FakeExecutor(config.backend_address, step_s=0.002):
+        with FakeExecutor(config.backend_address, step_s=SLOW_STEP_S):
             gateway.wait_ready()
             long = gateway.start("long", [1, 2], endless(1, 200))
             short = gateway.start("short", [1, 2], endless(2, 30))
@@ -410,7 +414,7 @@ def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
 def test_another_model_ends_what_was_in_flight(directory):
     config = toy_config(directory)
     with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
-        with FakeExecutor(config.backend_address, step_s=0.002):
+        with FakeExecutor(config.backend_address, step_s=SLOW_STEP_S):
             gateway.wait_ready()
             stream = gateway.start("r", [1, 2], endless(1, 200))
             wait_until(lambda: stream.token_ids)
