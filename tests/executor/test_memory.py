@@ -3,17 +3,10 @@ import torch
 
 from executor.memory import CPU_SHARE, allocate_kv_caches, block_bytes, size_pool, usable_bytes
 from protocol.config import Config
+from tests.fakes.system_files import write
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
 
 
 def meminfo(available_kib):

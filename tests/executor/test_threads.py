@@ -1,14 +1,7 @@
 import pytest
 
 from executor.threads import choose_num_threads, count_cores, cpu_quota
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+from tests.fakes.system_files import write
 
 
 def topology(pairs):
