@@ -75,7 +75,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1024
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory to use for weights and KV cache together")
+        float,
+        Meta(gt=0, le=1, description="share of a GPU's memory for weights and KV cache; without effect on the CPU"),
     ] = 0.9
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="size of the KV cache, such as 2GiB (default: from free memory)")] | None
