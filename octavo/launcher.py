@@ -1,6 +1,7 @@
 """`octavo serve`: start scheduler, executor and gateway, keep them alive, and end them together."""
 
 import dataclasses
+import errno
 import logging
 import os
 import shutil
@@ -31,7 +32,7 @@ POLL_S = 0.1
 
 
 class LaunchError(Exception):
-    """The server cannot start; the message says why. The process that failed has printed its own."""
+    """The server cannot start; the message says why, or that the process which failed has said it."""
 
 
 @dataclasses.dataclass
@@ -89,7 +90,7 @@ class Launcher:
             for child in self.children.values():
                 status = child.process.poll()
                 if status is not None:
-                    raise LaunchError(f"the {child.role} ended at the start with status {status}")
+                    raise LaunchError(f"nothing is served: the {child.role} could not start, as it says above")
             if _answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -122,6 +123,8 @@ class Launcher:
 
     def _stop(self) -> None:
         """End every child: ask, in order, and kill what has not ended in time."""
+        if self.stopping:
+            logger.info("stopping")
         for role in STOP_ORDER:
             if role in self.children:
                 _end(self.children[role].process)
@@ -136,25 +139,40 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
             config,
             model=str(model_directory),
             served_model_name=config.served_model_name or (served_name,),
-            port=config.port or _free_port(config.host),
+            port=config.port or listening_port(config),
             frontend_address=f"ipc://{directory}/frontend",
             backend_address=f"ipc://{directory}/backend",
         )
         Launcher(resolved).run()
 
 
-def require_free_port(config: Config) -> None:
-    """Raise LaunchError if the gateway could not listen: found out before minutes of loading."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise LaunchError(
-                f"cannot listen on {config.host}:{config.port}: {error.strerror}."
-                " Stop what uses it, or choose another with --port (0 takes a free one)."
-            ) from None
+def listening_port(config: Config) -> int:
+    """Return the port on which the gateway can listen: the configured one, or a free one for 0.
+
+    Raises LaunchError if it could not: found out before minutes of loading.
+    """
+    try:
+        # The gateway chooses among a name's addresses in the same way.
+        family, *_, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot listen on {config.host}:{config.port}: {cause}. {_listen_remedy(error)}") from None
+
+
+def _listen_remedy(error: Exception) -> str:
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            return "Stop what uses it, or choose another with --port (0 takes a free one)."
+        case errno.EACCES:
+            return "Only root may take ports below 1024 here: choose another with --port, such as 8000."
+        case _:
+            return "--host takes an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them."
 
 
 @contextmanager
@@ -176,7 +194,7 @@ def ready_text(config: Config, seconds: float) -> str:
     """Return what a person sees once requests are served: where, and one to try."""
     url = f"http://{_reachable_host(config.host)}:{config.port}"
     name = config.served_model_name[0]
-    authorization = ' -H "Authorization: Bearer $OCTAVO_API_KEY"' if config.api_key else ""
+    authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     message = '{"role": "user", "content": "What is a page?"}'
     return (
         f"Octavo serves {name} on {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
@@ -198,12 +216,6 @@ def _answers(url: str) -> bool:
             return bool(response.status == 200)
     except OSError:  # refused, timed out, or a status that is an error
         return False
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,17 @@ class ConfigError(ValueError):
     """A setting that is unknown or cannot be: names it, and the nearest that exists."""
 
 
+# Kinds of text; their titles say what is wrong with another.
+NonEmpty = Annotated[str, Meta(min_length=1, title="a text that is not empty")]
+Address = Annotated[
+    str,
+    Meta(
+        pattern=r"^((ipc|inproc)://.+|tcp://.+:(\d+|\*))$",
+        title="an address such as ipc:///run/octavo/frontend or tcp://127.0.0.1:5555",
+    ),
+]
+
+
 def runtime_directory() -> Path:
     """Return where the sockets of processes that were started by hand lie: private to this user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -30,17 +41,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Each process reads it once; nothing changes it afterwards. What is found out at start travels in messages."""
 
     model: Annotated[
-        str, Meta(description="a directory, a Hugging Face id or a .gguf file; without it, the demo model is served")
+        str,
+        Meta(
+            description="directory of the model; `octavo serve` also takes a Hugging Face id or a .gguf file, and"
+            " serves the demo model without any"
+        ),
     ] = ""
     served_model_name: Annotated[
-        tuple[str, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
+        tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
     ] = ()
     host: Annotated[str, Meta(description="address on which the gateway listens")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which the gateway listens; 0 takes a free one")] = (
         8000
     )
     api_key: Annotated[
-        tuple[str, ...], Meta(description="a key that clients must send as bearer token; may be given several times")
+        tuple[NonEmpty, ...],
+        Meta(description="a key that clients must send as bearer token; may be given several times"),
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -59,7 +75,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1024
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory to use for weights and KV cache together")
+        float,
+        Meta(gt=0, le=1, description="share of a GPU's memory for weights and KV cache; without effect on the CPU"),
     ] = 0.9
     kv_cache_memory_bytes: (
         Annotated[int, Meta(ge=1, description="size of the KV cache, such as 2GiB (default: from free memory)")] | None
@@ -89,14 +106,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1, description="CPU threads for the model (default: this process's physical cores)")]
         | None
     ) = None
-    frontend_address: Annotated[str, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (
+    frontend_address: Annotated[Address, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (
         f"ipc://{runtime_directory()}/frontend"
     )
-    backend_address: Annotated[str, Meta(description="ZeroMQ address that the scheduler binds for executors")] = (
+    backend_address: Annotated[Address, Meta(description="ZeroMQ address that the scheduler binds for executors")] = (
         f"ipc://{runtime_directory()}/backend"
     )
     schedulers: Annotated[
-        tuple[str, ...], Meta(description="addresses of the schedulers that a gateway uses (default: frontend-address)")
+        tuple[Address, ...],
+        Meta(description="addresses of the schedulers that a gateway uses (default: frontend-address)"),
     ] = ()
     peer_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
@@ -122,11 +140,10 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
     Strings are read by the field's type: integers may carry a unit (`8k`, `256MiB`), lists are JSON or separated by
     commas. Raises ConfigError for an unknown variable or field and for a value that the field cannot take.
     """
-    names = {key: key.removeprefix(PREFIX).lower() for key in environ if key.startswith(PREFIX)}
-    for key, name in names.items():
-        if name not in FIELDS:
-            raise ConfigError(f"unknown variable {key}{nearest(key, [PREFIX + f.upper() for f in FIELDS])}")
-    values: dict[str, object] = {name: environ[key] for key, name in names.items()}
+    values: dict[str, object] = {}
+    for key, text in environ.items():
+        if key.startswith(PREFIX):
+            values[_field_of(key)] = text
     for name, value in (overrides or {}).items():
         if name not in FIELDS:
             raise ConfigError(f"unknown setting {name}{nearest(name, FIELDS)}")
@@ -166,7 +183,7 @@ def parse_integer(text: str) -> int:
     """Return the integer of "4096", "8k" (8,000), "8K" or "8Ki" (8,192), "256MiB", "2GB". Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])(i)?)?(B|b)?\s*", text)
     if not match:
-        raise ValueError(f"{text!r} is not an integer, with or without a unit such as k, MiB or GB")
+        raise ValueError(f"{text!r} is not a number of 0 or more, with or without a unit such as k, MiB or GB")
     number, letter, binary, byte = match.groups()
     # As in vLLM, a lone small letter is decimal and a lone capital binary; with a B after it, only "iB" is binary.
     base = 1024 if binary or (letter and letter.isupper() and not byte) else 1000
@@ -174,6 +191,14 @@ def parse_integer(text: str) -> int:
     if value != int(value):
         raise ValueError(f"{text!r} is not a whole number")
     return int(value)
+
+
+def _field_of(variable: str) -> str:
+    """Return the name of the field that OCTAVO_<NAME> sets. Raises ConfigError."""
+    known = {PREFIX + name.upper(): name for name in FIELDS}
+    if variable not in known:
+        raise ConfigError(f"unknown variable {variable}{nearest(variable, known)}")
+    return known[variable]
 
 
 def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
@@ -189,7 +214,11 @@ def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
     if name == "api_key":
         return shown, {"action": "append", "metavar": "KEY"}
     if typing.get_origin(base) is tuple:
-        return shown, {"nargs": "+", "metavar": "NAME" if name == "served_model_name" else "ADDRESS"}
+        return shown, {
+            "action": "extend",
+            "nargs": "+",
+            "metavar": "NAME" if name == "served_model_name" else "ADDRESS",
+        }
     return shown, {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
 
 
@@ -208,14 +237,37 @@ def _convert(name: str, value: object) -> object:
                 value = json.loads(value) if value.startswith("[") else [v.strip() for v in value.split(",") if v]
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{name} cannot be {value!r}: {_reason(base, value, error)}") from None
+        shown = "used" if name in SECRETS else repr(value)
+        raise ConfigError(f"{name} cannot be {shown}: {_reason(kind, value, error)}") from None
 
 
-def _reason(base: Any, value: object, error: Exception) -> str:
+def _reason(kind: Any, value: object, error: Exception) -> str:
+    """Return why `value` is not of type `kind`, in words for the person who typed it."""
+    base = _base_type(kind)
     if typing.get_origin(base) is Literal:
         choices = typing.get_args(base)
         return f"it is one of {', '.join(choices)}{nearest(str(value), choices)}"
-    return str(error)
+    if base is bool:
+        return "it is true or false"
+    if isinstance(error, json.JSONDecodeError):
+        return f"it begins like a JSON list, but is none: {error}"
+    if titles := [meta.title for meta in (*_metas(kind), *_metas(base)) if meta.title]:
+        return f"it takes {titles[0]}"
+    if not isinstance(error, msgspec.ValidationError):
+        return str(error)
+    return f"it is a number{_range(kind)}"
+
+
+def _range(kind: Any) -> str:
+    """Return the bounds of a number's type in words, such as " of at least 1 and at most 1024"."""
+    bounds = (("at least", "ge"), ("more than", "gt"), ("at most", "le"), ("less than", "lt"))
+    found = [
+        f"{words} {bound}"
+        for words, attribute in bounds
+        for meta in _metas(kind)
+        if (bound := getattr(meta, attribute)) is not None
+    ]
+    return " of " + " and ".join(found) if found else ""
 
 
 def _base_type(kind: Any) -> Any:
@@ -229,6 +281,11 @@ def _base_type(kind: Any) -> Any:
 
 
 def _description(kind: Any) -> str:
+    return next((meta.description for meta in _metas(kind) if meta.description), "")
+
+
+def _metas(kind: Any) -> list[Meta]:
+    """Return what the Annotated type `kind`, or such an option of a union, says of itself."""
     if typing.get_origin(kind) is Annotated:
-        return next((meta.description for meta in typing.get_args(kind)[1:] if meta.description), "")
-    return next((text for option in typing.get_args(kind) if (text := _description(option))), "")
+        return [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
+    return [meta for option in typing.get_args(kind) for meta in _metas(option)]

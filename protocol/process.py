@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 from protocol.config import Config, ConfigError, add_flags, load_config, nearest
 
 LIFELINE_FLAG = "--lifeline-fd"
+# The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
+OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
 GRACE_S = 10.0  # between being asked to end because the parent is gone, and ending
 
 
@@ -53,10 +55,13 @@ def start_process(name: str, description: str, argv: Sequence[str] | None = None
 
 
 def configure_logging(name: str, level: str) -> None:
-    """Log to stderr, each line with the time and which process speaks."""
+    """Log to stderr, each line with the time and which process speaks; what libraries note only at `debug`."""
+    least = logging.getLevelNamesMapping()[level.upper()]
+    for package in OURS:
+        logging.getLogger(package).setLevel(least)
     logging.basicConfig(
         stream=sys.stderr,
-        level=level.upper(),
+        level=least if least == logging.DEBUG else max(least, logging.WARNING),
         format=f"%(asctime)s %(levelname).1s {name}: %(message)s",
         datefmt="%H:%M:%S",
     )

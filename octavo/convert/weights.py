@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,12 @@ def write_safetensors(path: Path, weights: list[Weight], title: str) -> None:
 
     header = _header(weights)
     num_bytes = sum(weight.num_bytes for weight in weights)
-    with path.open("wb") as file, tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True) as progress:
+    if not sys.stderr.isatty():
+        print(f"{title} ({num_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)  # what the bar says to a person
+    with (
+        path.open("wb") as file,
+        tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True, disable=None) as progress,
+    ):
         file.write(len(header).to_bytes(8, "little") + header)
         for weight in weights:
             file.write(quantize(weight.read(), GGMLQuantizationType.BF16).tobytes())

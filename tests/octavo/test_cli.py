@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli import main
+from octavo.cli import build_parser, main
 from protocol.config import FIELDS
 
 
@@ -36,7 +36,6 @@ def test_help_of_serve_names_every_setting_a_person_may_change(capsys: pytest.Ca
         (["serve", "--block-size", "0"], "block_size cannot be 0"),
         (["serve", "a", "--model", "b"], "the model is given twice"),
         (["serv"], "serve"),
-        ([], "COMMAND"),
     ],
 )
 def test_wrong_arguments_end_with_status_2_and_a_hint(
@@ -46,6 +45,11 @@ def test_wrong_arguments_end_with_status_2_and_a_hint(
         main(arguments)
     assert exited.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "octavo pull Qwen/Qwen3-0.6B" in capsys.readouterr().err
 
 
 def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,3 +97,65 @@ def test_each_process_has_a_help_of_its_own(role: str) -> None:
     wrong = subprocess.run([sys.executable, "-m", role, "--prot", "1"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert "did you mean --port?" in wrong.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--seed", "-1"], "'-1' is not a number of 0 or more"),
+        (["--port", "65536"], "a number of at least 0 and at most 65535"),
+        (["--gpu-memory-utilization", "x"], "a number of more than 0 and at most 1"),
+        (["--served-model-name", "a", ""], "takes a text that is not empty"),
+        (["--api-key", ""], "api_key cannot be used: it takes a text that is not empty"),
+    ],
+)
+def test_what_a_value_may_be_is_said_in_words(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *arguments])
+    assert said in capsys.readouterr().err
+
+
+def test_a_wrong_key_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OCTAVO_API_KEY", '["secret"')
+    with pytest.raises(SystemExit):
+        main(["serve"])
+    said = capsys.readouterr().err
+    assert "api_key cannot be used" in said
+    assert "secret" not in said
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "..x"])
+@pytest.mark.parametrize("port", ["0", "18999"])
+def test_a_host_that_is_not_this_machines_is_one_paragraph(
+    host: str, port: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--host", host, "--port", port]) == 1
+    said = capsys.readouterr().err
+    assert f"cannot listen on {host}:{port}" in said
+    assert "--host takes an address or a name of this machine" in said
+
+
+def test_names_may_be_given_one_by_one() -> None:
+    flags = build_parser().parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
+    assert flags.served_model_name == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("role", ["gateway", "scheduler"])
+def test_an_address_that_is_none_is_refused(role: str) -> None:
+    flag = "--schedulers" if role == "gateway" else "--frontend-address"
+    done = subprocess.run([sys.executable, "-m", role, flag, "localhost:5555"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "takes an address such as ipc://" in done.stderr
+
+
+@pytest.mark.parametrize(("level", "said"), [("info", ["ours"]), ("debug", ["ours", "theirs"]), ("error", [])])
+def test_the_log_is_ours_unless_all_is_asked_for(level: str, said: list[str]) -> None:
+    program = (
+        "import logging; from protocol.process import configure_logging; "
+        f"configure_logging('x', {level!r}); "
+        "logging.getLogger('octavo.launcher').info('ours'); logging.getLogger('uvicorn.error').info('theirs')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.rsplit(" ", 1)[1] for line in done.stderr.splitlines()] == said

