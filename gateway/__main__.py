@@ -10,6 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from gateway.app import create_app
+from gateway.http_protocol import BoundedHttpProtocol
 from protocol.config import Config
 from protocol.process import start_process
 
@@ -61,7 +62,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=BoundedHttpProtocol,
         ws="none",
         lifespan="on",
         log_config=None,

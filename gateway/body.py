@@ -12,7 +12,9 @@ from gateway.errors import RequestError
 from protocol.config import nearest
 
 MAX_BODY_BYTES = 64 << 20
-MAX_EXPLAINED_BYTES = 4 << 20  # the explaining second parse holds the event loop
+MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by values, not by bytes
+MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse holds it longer
+MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
 
 JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
@@ -38,6 +40,7 @@ async def read_body(request: Request) -> bytes:
 
 def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:
     """Return the Struct in `body`. Raises RequestError that names the field, or the place in malformed JSON."""
+    _check_num_values(body)
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -45,7 +48,17 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
     except RecursionError:
-        raise RequestError("the body is nested too deeply", code="invalid_json") from None
+        raise _too_deep() from None
+
+
+def _check_num_values(body: bytes) -> None:
+    """Raise RequestError (413) for more values than any request has; what separates them counts inside strings too."""
+    if len(body) > MAX_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise RequestError(f"the body has more than {MAX_VALUES} values", status=413, code="body_too_large")
+
+
+def _too_deep() -> RequestError:
+    return RequestError("the body is nested too deeply", code="invalid_json")
 
 
 def _too_large() -> RequestError:
@@ -55,21 +68,27 @@ def _too_large() -> RequestError:
 def _invalid(complaint: str, kind: Any) -> RequestError:
     """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
     reason, _, path = complaint.partition(" - at ")
-    param = re.sub(r"^.*?\$\.?", "", path.strip("`"))
+    param = _shortened(re.sub(r"^.*?\$\.?", "", path.strip("`")))
     if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
         name = _join(param, missing[1])
         return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", reason, re.DOTALL):
-        name = _join(param, unknown[1])
+        name = _join(param, _shortened(unknown[1]))
         known = [field.name for field in msgspec.structs.fields(kind)]
         return RequestError(
-            f"{name!r} is not a field here{nearest(unknown[1], known)}", param=name, code="unknown_parameter"
+            f"{name!r} is not a field here{nearest(_shortened(unknown[1]), known)}",
+            param=name,
+            code="unknown_parameter",
         )
     if value := re.fullmatch(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
-        return RequestError(f"{param} cannot be {value[1]}", param=param, code="unsupported_value")
+        return RequestError(f"{param} cannot be {_shortened(value[1])}", param=param, code="unsupported_value")
     words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)
     subject = param or "the body"
     return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code="invalid_type")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
 
 
 def _join(path: str, name: str) -> str:
@@ -90,12 +109,14 @@ def _malformed(body: bytes, complaint: str) -> RequestError:
     except UnicodeDecodeError as error:
         return RequestError(f"the body must be JSON in UTF-8: byte {error.start} is neither", code="invalid_json")
     try:
-        value = json.loads(text)
+        param = _shortened(_find_not_finite(json.loads(text), ""))
     except json.JSONDecodeError as error:
         return RequestError(_explain(text, error), code="invalid_json")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         return RequestError(f"the body is not valid JSON: {error}", code="invalid_json")
-    if param := _find_not_finite(value, ""):
+    except RecursionError:
+        return _too_deep()
+    if param:
         return RequestError(f"{param}: NaN and Infinity are not valid JSON", param=param, code="invalid_json")
     # What the standard library takes and msgspec does not.
     return RequestError("the body has a \\u escape that is half of a surrogate pair", code="invalid_json")

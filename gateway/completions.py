@@ -1,6 +1,5 @@
 """POST /v1/completions."""
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -40,13 +39,12 @@ async def completions(request: Request) -> Response:
 
 async def _answer(service: Service, tenant: str, body: CompletionRequest, arrived_s: float) -> Response:
     model, ready, n = service.model_name(body.model), service.ready(), body.n or 1
-    given = split_prompts(body.prompt)
-    if len(given) * n > MAX_CHOICES:
-        message = f"{len(given)} prompts with n {n} make more than {MAX_CHOICES} choices"
-        raise RequestError(message, param="n" if n > 1 else "prompt", code="invalid_value")
-    prompts = await asyncio.gather(*(_encode_prompt(service, body, ready, prompt) for prompt in given))
+    given = split_prompts(body.prompt, n)
     seed, response_id = service.seed(body), new_response_id("cmpl")
-    samplings = [_sampling(service, body, ready, len(prompt.token_ids), seed) for prompt in prompts]
+    prompts, samplings = [], []
+    for prompt in given:  # one after the other: the first that is too long ends the work, and others get a turn
+        prompts.append(await _encode_prompt(service, body, ready, prompt))
+        samplings.append(_sampling(service, body, ready, len(prompts[-1].token_ids), seed))
     requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
     choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
     by_choice = [prompts[index // n] for index in range(len(requests))]
@@ -59,10 +57,10 @@ async def _answer(service: Service, tenant: str, body: CompletionRequest, arrive
         choices.close()
 
 
-def split_prompts(prompt: Any) -> list[str | list[int]]:
+def split_prompts(prompt: Any, n: int = 1) -> list[str | list[int]]:
     """Return the prompts in a string, a list of strings, a list of token ids or a list of such lists.
 
-    Raises RequestError that names the place of what is none of these.
+    Raises RequestError that names the place of what is none of these, or if they make too many choices, n each.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -72,6 +70,9 @@ def split_prompts(prompt: Any) -> list[str | list[int]]:
         raise RequestError("prompt is empty", param="prompt", code="invalid_value")
     if type(prompt[0]) is int:
         return [_integers(prompt, "prompt")]
+    if len(prompt) * n > MAX_CHOICES:
+        message = f"{len(prompt)} prompts with n {n} make more than {MAX_CHOICES} choices"
+        raise RequestError(message, param="n" if n > 1 else "prompt", code="invalid_value")
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if type(item) is not kind or kind not in (str, list):

@@ -16,10 +16,12 @@ from gateway.errors import RequestError, unsupported
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 4
+MAX_MESSAGES = 1 << 14
 MAX_LISTED_IDS = 1024
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+StopString = Annotated[str, Meta(max_length=1024)]  # each is prepared before the first token, for each choice
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -59,7 +61,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
     seed: Int64 | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LISTED_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -128,7 +130,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(CommonRequest, kw_only=True):
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -1,6 +1,7 @@
 """From a request to SamplingParams: what it says, else what the generation config says, else OpenAI's default."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -105,7 +106,8 @@ def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> No
     """Raise RequestError that names the first id outside of the vocabulary."""
     wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
     if wrong is not None:
-        message = f"{param}: token id {wrong} is not in the vocabulary (0 to {vocab_size - 1})"
+        shown = wrong if abs(wrong) < 2**64 else "of more than 64 bits"
+        message = f"{param}: token id {shown} is not in the vocabulary (0 to {vocab_size - 1})"
         raise RequestError(message, param=param, code="invalid_token_id")
 
 
@@ -131,7 +133,8 @@ def _first(asked: Value | None, default: Value | None, otherwise: Value) -> Valu
 
 def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     for key in biases:
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        # One way to write an id, so that none has two biases.
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
             message = f"logit_bias: {key[:40]!r} is not a token id"
             raise RequestError(message, param="logit_bias", code="invalid_token_id")
     check_token_ids(map(int, biases), vocab_size, "logit_bias")

@@ -1,6 +1,7 @@
 """Where a text ends because of a stop string, found a character at a time."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 class StopStrings:
@@ -38,7 +39,8 @@ class StopStrings:
         return matched
 
 
-def _borders(text: str) -> list[int]:
+@lru_cache(maxsize=64)  # the choices of one request have the same strings
+def _borders(text: str) -> tuple[int, ...]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     matched = 0
@@ -47,4 +49,4 @@ def _borders(text: str) -> list[int]:
             matched = borders[matched - 1]
         matched += text[index] == text[matched]
         borders[index] = matched
-    return borders
+    return tuple(borders)

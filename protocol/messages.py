@@ -10,13 +10,28 @@ scheduler, steps are numbered without a gap and the executor reports the last on
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 1
+
+
+def _decoder(union: Any) -> Callable[[bytes], Any]:
+    """Return a function that decodes one frame. It raises `msgspec.MsgspecError` for whatever is none of `union`."""
+    decode = msgspec.msgpack.Decoder(union).decode
+
+    def decode_frame(frame: bytes) -> Any:
+        try:
+            return decode(frame)
+        except RecursionError:
+            raise msgspec.DecodeError("nested too deeply") from None
+
+    return decode_frame
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -25,6 +40,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of what messages contain."""
+
+
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
@@ -122,7 +140,7 @@ class Abort(Message, frozen=True):
 
 
 ToScheduler = Hello | Submit | Abort
-decode_to_scheduler = msgspec.msgpack.Decoder(ToScheduler).decode
+decode_to_scheduler: Callable[[bytes], ToScheduler] = _decoder(ToScheduler)
 
 
 # Scheduler to gateway
@@ -214,7 +232,7 @@ class Stats(Message, frozen=True):
 
 
 ToGateway = Ready | Admitted | Rejected | Outputs | Unknown | Stats
-decode_to_gateway = msgspec.msgpack.Decoder(ToGateway).decode
+decode_to_gateway: Callable[[bytes], ToGateway] = _decoder(ToGateway)
 
 
 # Executor to scheduler
@@ -228,10 +246,10 @@ class ExecutorReady(Message, frozen=True):
 
     rank: int
     executor_incarnation: str
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    vocab_size: int
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
+    vocab_size: Count
     model_fingerprint: str
     scheduler_incarnation: str = ""  # of the last Welcome
     last_step_id: int = 0
@@ -284,7 +302,7 @@ class Progress(Message, frozen=True):
 
 
 FromExecutor = ExecutorReady | StepResult | StepFailed | NeedInit | Progress
-decode_from_executor = msgspec.msgpack.Decoder(FromExecutor).decode
+decode_from_executor: Callable[[bytes], FromExecutor] = _decoder(FromExecutor)
 
 
 # Scheduler to executor
@@ -347,6 +365,6 @@ class Step(Message, frozen=True):
 
 
 ToExecutor = Welcome | Step
-decode_to_executor = msgspec.msgpack.Decoder(ToExecutor).decode
+decode_to_executor: Callable[[bytes], ToExecutor] = _decoder(ToExecutor)
 
 encode = msgspec.msgpack.Encoder().encode

@@ -315,7 +315,7 @@ class Server:
         self._watch_executor(now_s)
         self._check_when_idle(self.scheduler)
         stats = self._stats(self.scheduler, self._stats_meter.take())
-        self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s)
+        self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s, is_busy=self.scheduler.has_work)
         self.frontend.broadcast(stats)
         if now_s - self._logged_s >= LOG_INTERVAL_S:
             self._log(self.scheduler, now_s)

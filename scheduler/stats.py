@@ -101,8 +101,10 @@ class FinishRate:
         self._per_s = 0.0
         self._num_finished = 0
 
-    def observe(self, num_finished: int, interval_s: float) -> None:
-        """Take the count of all that ever finished, `interval_s` after the last."""
+    def observe(self, num_finished: int, interval_s: float, *, is_busy: bool) -> None:
+        """Take the count of all that ever finished, `interval_s` after the last; `is_busy` if some have not."""
+        if num_finished == self._num_finished and not is_busy:
+            return  # that nobody asked for anything says nothing about how long it takes
         recent_per_s = (num_finished - self._num_finished) / interval_s
         self._num_finished = num_finished
         self._per_s += SMOOTHING * (recent_per_s - self._per_s)

@@ -50,12 +50,16 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(logit_bias={"abc": -5}), "logit_bias"),
     (CHAT, chat(logit_bias={"-1": 1}), "logit_bias"),
     (CHAT, chat(logit_bias={"1024": 1}), "logit_bias"),
+    (CHAT, chat(logit_bias={"5": 1, "05": -1}), "logit_bias"),
     (CHAT, chat(logit_bias={"5": 101}), "logit_bias[...]"),
     (CHAT, chat(logit_bias={"5": "x"}), "logit_bias[...]"),
     (CHAT, chat(stop=["a", "b", "c", "d", "e"]), "stop"),
     (CHAT, chat(stop=""), "stop"),
     (CHAT, chat(stop=["a", ""]), "stop"),
     (CHAT, chat(stop=5), "stop"),
+    (CHAT, chat(stop="x" * 1025), "stop"),
+    (CHAT, chat(stop=["a", "x" * 1025]), "stop[1]"),
+    (CHAT, chat(stop_token_ids=[10**3000]), "stop_token_ids"),
     (CHAT, chat(stop=["a", 5]), "stop[1]"),
     (CHAT, chat(stop_token_ids=[99999999], min_tokens=5), "stop_token_ids"),
     (CHAT, chat(stop_token_ids=[-1]), "stop_token_ids"),
@@ -75,6 +79,9 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {"messages": "x"}, "messages"),
     (CHAT, {"messages": [5]}, "messages[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": "x"}] * 16385}, "messages"),
+    (CHAT, message(content="x", role="robot" * 1000), "messages[0].role"),
+    (CHAT, chat(**{"x" * 1000: 1}), "x" * 100 + "..."),
     (CHAT, message(content=5), "messages[0].content"),
     (CHAT, message(content=None), "messages[0].content"),
     (CHAT, message(), "messages[0].content"),
@@ -109,6 +116,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     (COMPLETIONS, completion(prompt=[2_000_000_000]), "prompt"),
     (COMPLETIONS, completion(prompt=[4611686018427387904]), "prompt"),
     (COMPLETIONS, completion(prompt=[2**90]), "prompt"),
+    (COMPLETIONS, completion(prompt=[10**3000]), "prompt"),
+    (COMPLETIONS, completion(prompt=[[1]] * 1025), "prompt"),
     (COMPLETIONS, completion(prompt=[1, True]), "prompt[1]"),
     (COMPLETIONS, completion(prompt=[True]), "prompt[0]"),
     (COMPLETIONS, completion(prompt=[1, 2.0]), "prompt[1]"),
@@ -171,6 +180,8 @@ MALFORMED: list[tuple[bytes, str]] = [
     (b'{"user":"\\ud800"}', "surrogate"),
     (b"[" * 100_000, "expected object"),
     (b'{"metadata":{"a":' + b"[" * 100_000, "nested too deeply"),
+    (b'{"metadata":{"a":' + b"[" * 600 + b"NaN" + b"]" * 600 + b"}}", "nested too deeply"),
+    (b'{"metadata":{"a":' + b"[" * 600 + b'"\\ud800"' + b"]" * 600 + b"}}", "nested too deeply"),
     (b"[]", "expected object, got array"),
     (b"null", "expected object, got null"),
     (b'"x"', "expected object, got string"),
@@ -220,8 +231,17 @@ async def test_large_and_compressed_bodies(served: Served) -> None:
     too_large = await served.http.post(CHAT, content=endless())
     assert too_large.status_code == 413
     assert too_large.json()["error"]["code"] == "body_too_large"
+    for fields in (b'"prompt":[' + b"1," * (1 << 20), b'"metadata":{"a":[' + b"[]," * (1 << 20)):
+        many = await served.post(COMPLETIONS, b"{" + fields + b"1]}}")
+        assert (many.status_code, many.json()["error"]["code"]) == (413, "body_too_large")
     compressed = await served.post(CHAT, b"\x1f\x8b", **{"content-encoding": "gzip"})
     assert compressed.status_code == 415
+
+
+async def test_work_on_prompts_ends_with_the_first_that_is_too_long(served: Served) -> None:
+    response = await served.post(COMPLETIONS, completion(["x" * 513, "y" * 2000], max_tokens=1))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "513 tokens" in response.json()["error"]["message"]
 
 
 async def test_any_content_type_is_read(served: Served) -> None:

@@ -195,3 +195,41 @@ async def test_frames_of_a_hundred_streams_are_whole(served: Served) -> None:
     streams = [served.stream(CHAT, chat("🫠" * (index % 7), seed=index, max_tokens=9)) for index in range(100)]
     for chunks in await asyncio.gather(*streams):
         assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def sent_raw(served: Served, *pieces: bytes) -> bytes:
+    """Return all that comes back on a connection of its own, up to its end."""
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        async with asyncio.timeout(10):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+            return await reader.read()
+    except ConnectionError:
+        return b""  # refused while it was still being sent
+    finally:
+        writer.close()
+
+
+async def test_what_is_no_http_gets_the_envelope_too(served: Served) -> None:
+    head, _, body = (await sent_raw(served, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert msgspec.json.decode(body)["error"]["code"] == "invalid_http"
+
+
+async def test_a_head_without_end_is_refused(served: Served) -> None:
+    header = b"X-Long: " + b"a" * (1 << 20)
+    for head in (b"GET /health HTTP/1.1\r\n" + header, b"GET /" + b"a" * (1 << 20)):
+        answer = await sent_raw(served, head)
+        assert not answer or b'"code":"invalid_http"' in answer
+    await served.chat()
+
+
+async def test_long_bodies_and_many_requests_are_no_long_heads(served: Served) -> None:
+    body = msgspec.json.encode(completion("x", max_tokens=1, metadata={"a": "b" * 300_000}))
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n".encode()
+    requests = (head + b"\r\n" + body) * 3 + head + b"Connection: close\r\n\r\n" + body
+    answers = await sent_raw(served, requests[:-700_001], requests[-700_001:])
+    assert (answers.count(b"HTTP/1.1 200 "), answers.count(b"HTTP/1.1 ")) == (4, 4)

@@ -1,3 +1,4 @@
+import asyncio
 import json
 import subprocess
 import sys
@@ -149,3 +150,13 @@ def test_the_engine_and_templates_do_without_torch() -> None:
 
 def test_control_tokens_are_those_that_the_tokenizer_calls_special(tokenizer: Tokenizer) -> None:
     assert set(tokenizer.control_tokens) == set(SPECIAL_TOKENS)
+
+
+async def test_the_event_loop_turns_while_a_long_text_is_encoded(demo: Tokenizer) -> None:
+    encoding = asyncio.create_task(demo.encode("the quick brown fox, " * 20_000))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await encoding) > 20_000
+    assert num_turns > 10

@@ -1,5 +1,6 @@
 """Every message crosses a socket unchanged, in every field; what is not a message is an error."""
 
+import pickle
 import typing
 from array import array
 
@@ -9,6 +10,7 @@ import pytest
 from protocol import messages
 from protocol.messages import (
     Attachment,
+    ExecutorReady,
     Logprobs,
     SequenceInit,
     SequenceStep,
@@ -174,3 +176,29 @@ def test_nested_records_survive():
     assert messages.decode_to_executor(messages.encode(step)) == step
     submit = Submit("r", 1, b"", init.sampling, attachments=(Attachment(1, 2, b"x"), Attachment(4, 5, b"y")))
     assert messages.decode_to_scheduler(messages.encode(submit)) == submit
+
+
+@pytest.mark.parametrize("decode", [messages.decode_to_scheduler, messages.decode_from_executor])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x92\xa5Abort\xa2\xff\xfe",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x93\xa5Abort\xa1a" + b"\x91" * 100_000 + b"\x90",  # a later version's field, nested without end
+        b"\x94\xa8Progress\xa1a\x01" + b"\x91" * 100_000 + b"\x90",
+        pickle.dumps({"a": 1}),
+    ],
+    ids=["empty", "not UTF-8", "cut short", "deep Abort", "deep Progress", "pickle"],
+)
+def test_what_is_no_message_is_one_kind_of_error(decode, frame):
+    with pytest.raises(msgspec.MsgspecError):
+        decode(frame)
+
+
+def test_an_executor_that_holds_nothing_is_no_message():
+    good = ExecutorReady(0, "e", 4, 16, 100, 50, "f")
+    fields = msgspec.msgpack.decode(messages.encode(good))
+    for index, bad in [(3, 0), (3, -1), (3, 2**31), (4, 0), (5, 0), (6, -5)]:
+        with pytest.raises(msgspec.ValidationError):
+            messages.decode_from_executor(msgspec.msgpack.encode([*fields[:index], bad, *fields[index + 1 :]]))

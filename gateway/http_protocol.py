@@ -1,0 +1,62 @@
+"""uvicorn's HTTP protocol with bounds: on the bytes before a request's body, and on the wait for a first request."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.errors import RequestError, error_body
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may bring more
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """One connection. The parser takes a head of any length, and time by its square; we close it before."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._num_heads = 0  # complete ones
+        self._is_in_head = True
+        self._num_head_bytes = 0  # of reads that brought nothing but a part of the present one
+        self._first_head: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._first_head = self.loop.call_later(self.timeout_keep_alive, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_in_head, num_heads = self._is_in_head, self._num_heads
+        super().data_received(data)
+        is_only_head = was_in_head and self._is_in_head and self._num_heads == num_heads
+        self._num_head_bytes = self._num_head_bytes + len(data) if is_only_head else 0
+        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        self._num_heads += 1
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the one envelope, and close."""
+        body = error_body(RequestError(msg, code="invalid_http"))
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _stop_waiting(self) -> None:
+        if self._first_head is not None:
+            self._first_head.cancel()
+            self._first_head = None
