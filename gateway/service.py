@@ -58,7 +58,10 @@ async def unless_client_leaves(request: Request, answering: Coroutine[None, None
     task = asyncio.create_task(answering)
     leaving = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the server stops, and has waited for this answer as long as it may
+            raise unavailable("the server is stopping") from None
         return task.result() if task.done() else Response(status_code=STATUS_CLIENT_CLOSED)
     finally:
         leaving.cancel()

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import RequestError, error_body, internal_error
+from gateway.errors import RequestError, error_body, internal_error, unavailable
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -43,6 +43,12 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class EventStream(Response):
     """The response that sends `events`. Whatever ends it (the last event, a failure, the client), `close` is called.
 
@@ -67,10 +73,12 @@ class EventStream(Response):
             await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
+        except asyncio.CancelledError:  # the server stops, and has waited for this stream as long as it may
+            await _cancel(tasks)
+            await self._send(send, _error_event(unavailable("the server is stopping")))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _cancel(tasks)
             self.close()
 
     async def _write(self, send: Send) -> None:
