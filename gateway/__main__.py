@@ -1,6 +1,7 @@
 """`python -m gateway`: serve HTTP until SIGINT or SIGTERM."""
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -24,6 +25,8 @@ def main() -> int:
     """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
     config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.")
     try:
+        if not config.model:
+            raise ValueError("no model: set --model to its directory")
         app = create_app(config)
     except ValueError as error:
         print(f"python -m gateway: {error}", file=sys.stderr)
@@ -31,7 +34,10 @@ def main() -> int:
     try:
         listener = listen(config.host, config.port)
     except OSError as error:
-        print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {error.strerror}", file=sys.stderr)
+        reason = (
+            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        )  # a name's are negative
+        print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
     with listener:
         return _serve(app, config, listener)

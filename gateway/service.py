@@ -41,7 +41,7 @@ class Service:
         """Return what the scheduler last said. Raises RequestError (503) while none can be reached."""
         ready = self.engine.ready
         if ready is None:
-            raise unavailable("no scheduler can be reached")
+            raise unavailable("no scheduler answers, or its model is still loading")
         return ready
 
     def seed(self, request: CommonRequest) -> int:

@@ -80,7 +80,8 @@ def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None
     with gateway("--host", "0.0.0.0", model=str(tiny_model)) as (_, _, lines):
         assert [line for line in lines if "no API key is set" in line]
     with gateway("--host", "0.0.0.0", "--api-key", "k", model=str(tiny_model)) as (_, _, lines):
-        assert not [line for line in lines if "WARNING" in line]
+        assert not [line for line in lines if " W gateway" in line]
+        assert [line for line in lines if " I gateway" in line]
 
 
 def test_a_port_that_is_taken_is_named(tiny_model: Path) -> None:
