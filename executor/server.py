@@ -95,7 +95,6 @@ class Server:
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
         self._next_step_id = 1
-        self._last_step_id = 0
         self._results: OrderedDict[int, bytes] = OrderedDict()
         self._idle_since_s = clock()
         self._ready_due_s = clock()
@@ -114,9 +113,7 @@ class Server:
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
             return
-        ready = msgspec.structs.replace(
-            self._description, scheduler_incarnation=self._scheduler_incarnation, last_step_id=self._last_step_id
-        )
+        ready = msgspec.structs.replace(self._description, scheduler_incarnation=self._scheduler_incarnation)
         is_sent = self._send(encode(ready))
         self._ready_due_s = self._clock() + (INTERVAL_S if is_sent else RETRY_S)
 
@@ -144,7 +141,7 @@ class Server:
             logger.info("welcomed by scheduler %s", incarnation)
             self._retired_incarnations.add(self._scheduler_incarnation)
             self._scheduler_incarnation = incarnation
-            self._next_step_id, self._last_step_id = welcome.next_step_id, 0
+            self._next_step_id = welcome.next_step_id
             self._results.clear()
             self._runner.reset()
         self._next_step_id = max(self._next_step_id, welcome.next_step_id)
@@ -178,7 +175,6 @@ class Server:
         self._results[result.step_id] = frame
         if len(self._results) > NUM_KEPT_RESULTS:
             self._results.popitem(last=False)
-        self._last_step_id = result.step_id
         self._next_step_id = result.step_id + 1
         self._send(frame)
 

@@ -241,7 +241,7 @@ decode_to_gateway: Callable[[bytes], ToGateway] = _decoder(ToGateway)
 class ExecutorReady(Message, frozen=True):
     """Sent at the start, until answered by a Welcome, and every half second while idle.
 
-    `last_step_id` is the last step of `scheduler_incarnation` that was done (0: none): what was lost is sent again.
+    An executor that says so while steps are unanswered has lost them, or its results were lost: they are sent again.
     """
 
     rank: int
@@ -252,7 +252,6 @@ class ExecutorReady(Message, frozen=True):
     vocab_size: Count
     model_fingerprint: str
     scheduler_incarnation: str = ""  # of the last Welcome
-    last_step_id: int = 0
 
 
 class SequenceResult(Record, frozen=True):
