@@ -20,7 +20,7 @@ from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
 from kernels.cpu.warm_up import warm_up as warm_up_kernels
-from protocol.config import Config
+from protocol.config import FIELDS, Config
 from protocol.messages import ExecutorReady, SequenceInit, SequenceStep, Step, pack_ids
 from protocol.sampling import SamplingParams
 from protocol.sockets import new_identity
@@ -28,6 +28,7 @@ from protocol.sockets import new_identity
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+SLOW_COMPILE_S = 0.5  # a kernel that takes longer was not in the user's cache
 
 
 class Executor(NamedTuple):
@@ -57,6 +58,7 @@ def start_executor(config: Config) -> Executor:
         max_model_len = choose_max_model_len(config.max_model_len, model_config)
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
+        _refuse_impossible(config, model_config, max_model_len, dtype, device)
     with phase("weights"):
         model = load_model(
             directory, model_config, dtype, max_model_len=max_model_len, load_format=config.load_format, device=device
@@ -96,13 +98,13 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
 
 def compile_kernels(dtype: torch.dtype) -> None:
     """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
-    slow: list[str] = []
     with tqdm(warm_up_kernels(dtype), desc="kernels", unit=" kernels", disable=None, leave=False) as compiled:
+        was_said = False
         for name, seconds in compiled:
             compiled.set_postfix_str(name)
-            slow += [name] * (seconds > 1.0)
-    if slow:
-        logger.info("%d kernels were compiled; the next start finds them in the user's cache", len(slow))
+            if seconds > SLOW_COMPILE_S and not was_said:
+                logger.info("compiling kernels, as a first start does: about half a minute")
+                was_said = True
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:
@@ -122,6 +124,16 @@ def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.devic
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16)
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     return dtype
+
+
+def _refuse_impossible(
+    config: Config, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raise ValueError, before minutes of loading, for a KV pool that cannot be, whatever the weights take."""
+    shapes = [(model_config.num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
+    size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
+    if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
+        logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
 
 
 def _choose_threads(config: Config) -> None:
