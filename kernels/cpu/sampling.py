@@ -22,10 +22,9 @@ def _cut(bits_V, probs_V, by_count, limit):
 
     That is a bit pattern, above which all is kept, and how many of the tokens that have it are kept too.
     """
-    sums = np.empty(1 << DIGIT_BITS, np.float64)
     prefix, before = np.int64(0), 0.0
     for shift in SHIFTS:
-        sums[:] = 0.0
+        sums = np.zeros(1 << DIGIT_BITS)
         for token in range(len(bits_V)):
             bits = np.int64(bits_V[token])
             if bits >> (shift + DIGIT_BITS) == prefix:
@@ -37,7 +36,9 @@ def _cut(bits_V, probs_V, by_count, limit):
         prefix = prefix << DIGIT_BITS | digit
     if prefix == 0:
         return prefix, ALL
-    weight = 1.0 if by_count else np.float64(np.array([prefix]).astype(np.uint32).view(np.float32)[0])
+    pattern = np.empty(1, np.uint32)
+    pattern[0] = prefix
+    weight = 1.0 if by_count else np.float64(pattern.view(np.float32)[0])
     return prefix, max(1.0, np.ceil((limit - before) / weight))
 
 
