@@ -5,30 +5,28 @@ top_p (of what top_k left); min_p (of the likeliest token). Then one uniform num
 the order of token ids. Among equals, the lower token id counts as the likelier.
 
 Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
-of a thread's share of an elementwise `exp` differently, but softmax, topk and cumsum work row by row. Logits that are
+of a thread's share of an elementwise `exp` differently, but softmax and topk work row by row. Logits that are
 not finite (a broken checkpoint, an overflow) are clamped and logged: the sequence ends as others do.
 """
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from executor.random_numbers import Purpose, uniform
 from executor.sequences import SequenceState
+from kernels import draw
 from protocol.messages import Logprobs
 from protocol.sampling import SamplingParams
 
-# S rows, R some of them, V vocabulary, K candidates, B blocks of C tokens of the vocabulary
+# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of C tokens of the vocabulary
 
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's border
 LARGEST_LOGIT = 1e30  # finite after division by the least temperature
-CANDIDATES = (64, 1024)  # how many of the likeliest tokens are tried before a row is sorted whole
 BLOCK = 256  # tokens
 TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
 
@@ -145,7 +143,11 @@ def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
     if greedy:
         _place(token_ids, greedy, _argmax(_select(logits_SV, greedy)))
     if drawn:
-        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), [sequences[row] for row in drawn]))
+        samplings = [sequences[row].sampling for row in drawn]
+        uniforms = [
+            uniform(sequences[row].sampling.seed, sequences[row].num_output_tokens, Purpose.SAMPLE) for row in drawn
+        ]
+        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), samplings, uniforms))
     return token_ids
 
 
@@ -175,93 +177,13 @@ def _is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
-def _draw(logits_RV: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
+def _draw(logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
     """Return a random token for each row; scales the logits in place."""
-    return _draw_rows(logits_RV, [seq.sampling for seq in sequences], _Draws.of(sequences, logits_RV.device))
 
+    def column(values: Iterable[float]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float64, device=logits_RV.device)
 
-def _draw_rows(logits_RV: Tensor, samplings: Sequence[SamplingParams], draws: "_Draws") -> Tensor:
-    probs_RV = logits_RV.div_(draws.temperature_R1.float()).softmax(-1)
-    token_ids_R = torch.empty(len(samplings), dtype=torch.int64, device=logits_RV.device)
-    limited = [row for row, sampling in enumerate(samplings) if sampling.top_k or sampling.top_p < 1]
-    if free := sorted(set(range(len(samplings))).difference(limited)):
-        token_ids_R[free] = _draw_from_all(_select(probs_RV, free), draws.rows(free))
-    vocab_size = logits_RV.shape[1]
-    for num_candidates in (*(k for k in CANDIDATES if k < vocab_size), vocab_size):
-        if rows := [row for row in limited if samplings[row].top_k <= num_candidates or num_candidates == vocab_size]:
-            ids_RK = top_k(_select(logits_RV, rows), num_candidates)[1]
-            probs_RK = _select(probs_RV, rows).gather(1, ids_RK)
-            token_ids_R[rows], decided = _draw_from_candidates(probs_RK, ids_RK, draws.rows(rows), vocab_size)
-            limited = sorted(set(limited).difference(row for row, done in zip(rows, decided, strict=True) if done))
-    return token_ids_R
-
-
-class _Draws(NamedTuple):
-    """What each row's draw needs: float64, R x 1."""
-
-    temperature_R1: Tensor
-    top_k_R1: Tensor  # 0 is off
-    top_p_R1: Tensor
-    min_p_R1: Tensor
-    uniform_R1: Tensor
-
-    @classmethod
-    def of(cls, sequences: Sequence[SequenceState], device: torch.device) -> "_Draws":
-        values = [
-            (s.temperature, s.top_k, s.top_p, s.min_p, uniform(s.seed, seq.num_output_tokens, Purpose.SAMPLE))
-            for seq in sequences
-            for s in (seq.sampling,)
-        ]
-        return cls(*torch.tensor(values, dtype=torch.float64, device=device)[:, :, None].unbind(1))
-
-    def rows(self, rows: list[int]) -> "_Draws":
-        return _Draws(*(_select(tensor, rows) for tensor in self))
-
-
-def _draw_from_all(probs_RV: Tensor, draws: _Draws) -> Tensor:
-    """Return a token of each row from the whole vocabulary, less what min_p takes away.
-
-    Two levels, a block and then a token in it, cost one pass and keep the small sums in float64.
-    """
-    if draws.min_p_R1.any():
-        least_R1 = probs_RV.amax(-1, keepdim=True) * draws.min_p_R1
-        probs_RV = torch.where(probs_RV >= least_R1, probs_RV, 0)
-    if probs_RV.shape[1] % BLOCK:
-        probs_RV = functional.pad(probs_RV, (0, -probs_RV.shape[1] % BLOCK))
-    blocks_RBC = probs_RV.reshape(len(probs_RV), -1, BLOCK)
-    block_R, uniform_R1 = _invert(blocks_RBC.sum(-1).double(), draws.uniform_R1)
-    token_R, _ = _invert(_gather_blocks(blocks_RBC, block_R).double(), uniform_R1)
-    return block_R * BLOCK + token_R
-
-
-def _draw_from_candidates(
-    probs_RK: Tensor, ids_RK: Tensor, draws: _Draws, vocab_size: int
-) -> tuple[Tensor, list[bool]]:
-    """Return a token of each row's candidates, the likeliest first, and whether no other token could be drawn."""
-    probs_RK = probs_RK.double()
-    num_candidates = probs_RK.shape[1]
-    ranks_K = torch.arange(num_candidates, device=probs_RK.device)
-    has_top_k_R1 = draws.top_k_R1 > 0
-    probs_RK = torch.where(~has_top_k_R1 | (ranks_K < draws.top_k_R1), probs_RK, 0)
-    mass_RK = probs_RK.cumsum(-1)
-    whole_R1 = torch.where(has_top_k_R1, mass_RK[:, -1:], 1.0)
-    kept_RK = mass_RK - probs_RK < draws.top_p_R1 * whole_R1
-    kept_RK &= probs_RK >= draws.min_p_R1 * probs_RK[:, :1]
-    decided_R = has_top_k_R1[:, 0] | ~kept_RK[:, -1] | (num_candidates == vocab_size)
-    ids_RK, order_RK = ids_RK.sort(-1)
-    index_R, _ = _invert(torch.where(kept_RK, probs_RK, 0).gather(1, order_RK), draws.uniform_R1)
-    return ids_RK.gather(1, index_R[:, None])[:, 0], decided_R.tolist()
-
-
-def _invert(weights_RK: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index at which each row's cumulative weight passes `uniform` of the whole, never one of weight 0.
-
-    The second result is how far into that index's own weight it lies, again in [0, 1]. All are float64.
-    """
-    mass_RK = weights_RK.cumsum(-1)
-    target_R1 = uniform_R1 * mass_RK[:, -1:]
-    last_R1 = torch.searchsorted(mass_RK, mass_RK[:, -1:].contiguous())
-    index_R1 = torch.minimum(torch.searchsorted(mass_RK, target_R1, right=True), last_R1)
-    weight_R1 = weights_RK.gather(1, index_R1)
-    before_R1 = mass_RK.gather(1, index_R1) - weight_R1
-    return index_R1[:, 0], ((target_R1 - before_R1) / weight_R1).clamp(0, 1)
+    probs_RV = logits_RV.div_(column(s.temperature for s in samplings)[:, None].float()).softmax(-1)
+    top_k_R = column(s.top_k for s in samplings).long()
+    top_p_R, min_p_R = column(s.top_p for s in samplings), column(s.min_p for s in samplings)
+    return draw(probs_RV, top_k_R, top_p_R, min_p_R, column(uniforms))

@@ -8,7 +8,7 @@ the CPU. `kernels.reference` has the same functions in plain torch, slow and obv
 Legend of the shapes
     T tokens of this step, packed without padding; S sequences; H query heads; K key/value heads;
     D head size (that of V may differ from that of K); N blocks; P tokens a block; M blocks a sequence, at most;
-    E hidden size; I intermediate size; R rotary components
+    E hidden size; I intermediate size; R rotary components, or rows; V vocabulary
 
 The cache, for each layer
     k_cache_NKDP  keys; within a block and head the P tokens of one component lie side by side
@@ -33,6 +33,7 @@ from kernels.cpu.products import PackedLinear
 __all__ = [
     "PackedLinear",
     "add_rms_norm",
+    "draw",
     "linear",
     "pack_linear",
     "paged_attention",
@@ -101,6 +102,17 @@ def rotary_embedding(q_THD: Tensor, k_TKD: Tensor, cos_sin_PR: Tensor, positions
 def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     """Return silu(gate) * up as out_TI, where gate is the first half of the last dimension and up the second."""
     return _backend(gate_up_T2I).silu_and_mul(gate_up_T2I)
+
+
+def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
+    """Return a token of each row (int64), drawn by inverse CDF in the order of token ids.
+
+    probs_RV (float32) need not add up to 1. Kept are the top_k likeliest tokens (int64; 0: all); of these the likeliest
+    of which those before have less than top_p of the mass; of these the ones with at least min_p times the largest
+    probability. Among equals the lower token id counts as the likelier. uniform_R lies in [0, 1); it, top_p_R and
+    min_p_R are float64. A token of probability 0 is never drawn. Raises ValueError on other shapes or dtypes.
+    """
+    return _backend(probs_RV).draw(probs_RV, top_k_R, top_p_R, min_p_R, uniform_R)
 
 
 def pack_linear(weight_NE: Tensor, bias_N: Tensor | None = None) -> PackedLinear:

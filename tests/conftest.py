@@ -1,13 +1,8 @@
 """Fixtures that every folder of tests may use."""
 
-import os
 from pathlib import Path
 
 import pytest
-
-# Before OpenMP is loaded, and inherited by every server: threads that spin while they wait for one another make a step
-# ten times as long where something else wants the cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import kernels  # noqa: F401  (before whatever loads torch: one OpenMP runtime)
 from octavo.resolve import resolve_model

@@ -7,10 +7,11 @@ from kernels.cpu import jit  # before torch
 
 # isort: split
 import numba
+import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import attention, pointwise
+from kernels.cpu import attention, pointwise, sampling
 from kernels.cpu.checks import (
     addresses,
     contiguous,
@@ -26,6 +27,7 @@ from kernels.cpu.products import PackedLinear, linear, pack_linear
 __all__ = [
     "PackedLinear",
     "add_rms_norm",
+    "draw",
     "linear",
     "openmp_libraries",
     "pack_linear",
@@ -192,3 +194,23 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     else:
         pointwise.silu_and_mul_parallel(kind, memory, size, num_rows, torch.get_num_threads())
     return out_TI
+
+
+def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
+    num_rows = len(probs_RV)
+    if probs_RV.dtype != torch.float32:
+        raise ValueError(f"probabilities are {probs_RV.dtype}, float32 is needed")
+    for name, values_R, dtype in (
+        ("top_k", top_k_R, torch.int64),
+        ("top_p", top_p_R, torch.float64),
+        ("min_p", min_p_R, torch.float64),
+        ("uniform", uniform_R, torch.float64),
+    ):
+        require_shape(name, values_R, (num_rows,))
+        if values_R.dtype is not dtype:
+            raise ValueError(f"{name} is {values_R.dtype}, {dtype} is needed")
+    token_ids_R = torch.empty(num_rows, dtype=torch.int64)
+    probs = probs_RV.contiguous().numpy()
+    limits = [values_R.contiguous().numpy() for values_R in (top_k_R, top_p_R, min_p_R, uniform_R)]
+    sampling.draw(probs.view(np.uint32), probs, *limits, token_ids_R.numpy())
+    return token_ids_R

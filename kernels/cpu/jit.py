@@ -14,6 +14,10 @@ from pathlib import Path
 
 import numba
 
+# A thread that waits for work spins this long before it sleeps. OpenMP's own default, milliseconds, gains nothing on a
+# machine to itself and makes a step ten times as long where gateway, scheduler or clients want the same cores.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "200")
 with suppress(ImportError):  # no libgomp on this system: Numba takes its own thread pool
     import numba.np.ufunc.omppool
 

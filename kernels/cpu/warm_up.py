@@ -34,3 +34,5 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     one = torch.ones(1, dtype=torch.int32)
     query, table, starts = weight_E.view(1, 1, size), torch.zeros(1, 1, dtype=torch.int32), torch.arange(2).int()
     yield "paged_attention", partial(cpu.paged_attention, query, k_cache, v_cache, table, starts, one, 1.0)
+    nothing, half = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
+    yield "draw", partial(cpu.draw, torch.ones(1, size), nothing, half, half, half)

@@ -8,8 +8,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from executor.models import load_model, read_model_config
+from executor.memory import allocate_kv_caches
+from executor.models import Decoder, load_model, read_model_config
+from executor.runner import ModelRunner
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
+from tests.fakes.runner_driver import RunnerDriver, init
 
 NUM_TOKENS = 12
 MAX_MODEL_LEN = 128
@@ -42,6 +45,15 @@ def reference(demo_directory: Path) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=torch.float32)
 
 
+@pytest.fixture(scope="module")
+def native(demo_directory: Path) -> dict[torch.dtype, Decoder]:
+    config = read_model_config(demo_directory)
+    return {
+        dtype: load_model(demo_directory, config, dtype, max_model_len=MAX_MODEL_LEN, progress=False)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+
+
 def encode(directory: Path, texts: tuple[str, ...]) -> list[list[int]]:
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     return [tokenizer.encode(text).ids for text in texts]
@@ -63,27 +75,53 @@ def root_mean_square(x: Tensor) -> float:
     return x.square().mean().sqrt().item()
 
 
-def test_greedy_tokens_equal_those_of_transformers(demo_directory: Path, reference) -> None:
+def test_greedy_tokens_equal_those_of_transformers(demo_directory: Path, native, reference) -> None:
     prompts = encode(demo_directory, PROMPTS)
     assert len(prompts) == 20
-    config = read_model_config(demo_directory)
-    model = load_model(demo_directory, config, torch.float32, max_model_len=MAX_MODEL_LEN, progress=False)
-    outputs = greedy_tokens(model, prompts, [NUM_TOKENS] * len(prompts), chunk_size=7, block_size=16)
+    outputs = greedy_tokens(native[torch.float32], prompts, [NUM_TOKENS] * len(prompts), chunk_size=7, block_size=16)
     wholes = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     for prompt, output, logits_TV in zip(prompts, outputs, padded_logits(reference, wholes), strict=True):
         assert_greedy(logits_TV[len(prompt) - 1 : len(prompt) - 1 + NUM_TOKENS], output)
 
 
-def test_bf16_logits_are_as_near_to_float32_as_those_of_transformers(demo_directory: Path, reference) -> None:
+def test_bf16_logits_are_as_near_to_float32_as_those_of_transformers(demo_directory: Path, native, reference) -> None:
     """Within 1.5 % (root mean square) of transformers' float32 logits, and no further from them than its bfloat16."""
     [token_ids] = encode(demo_directory, (" ".join(PROMPTS[:7]),))
     expected_TV = logits_of(reference, token_ids)
     half = transformers.AutoModelForCausalLM.from_pretrained(demo_directory, dtype=torch.bfloat16)
-    config = read_model_config(demo_directory)
-    model = load_model(demo_directory, config, torch.bfloat16, max_model_len=MAX_MODEL_LEN, progress=False)
-    decoding = PagedDecoding(model, 8, 16, torch.bfloat16)
+    decoding = PagedDecoding(native[torch.bfloat16], 8, 16, torch.bfloat16)
     chunks = [token_ids[:20], token_ids[20:50], *([token_id] for token_id in token_ids[50:])]
     logits_TV = torch.cat([decoding.score(chunk) for chunk in chunks])
     error = root_mean_square(logits_TV - expected_TV)
     assert error < 0.015 * root_mean_square(expected_TV)
     assert error < root_mean_square(logits_of(half, token_ids) - expected_TV)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_neighbours_chunks_and_blocks_do_not_change_a_bit(demo_directory: Path, native, dtype: torch.dtype) -> None:
+    """With the shapes of a real model, for which oneDNN chooses other kernels than for a tiny one."""
+    prompts = encode(demo_directory, (*PROMPTS[:3], " ".join(PROMPTS[7:15])))
+    alone = [drawn(native[dtype], dtype, [prompt], chunk_size=MAX_MODEL_LEN)[0] for prompt in prompts]
+    assert len({str(outputs) for outputs in alone}) == len(prompts)
+    assert drawn(native[dtype], dtype, prompts, chunk_size=MAX_MODEL_LEN) == alone
+    assert drawn(native[dtype], dtype, prompts, chunk_size=5, block_size=8) == alone
+
+
+def drawn(model: Decoder, dtype: torch.dtype, prompts: list[list[int]], *, chunk_size: int, block_size: int = 16):
+    """Return three drawn tokens after each prompt, with their log probabilities, all computed together."""
+    num_blocks = len(prompts) * MAX_MODEL_LEN // block_size
+    kv_caches = allocate_kv_caches(model.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
+    driver = RunnerDriver(ModelRunner(model, kv_caches, block_size=block_size, num_blocks=num_blocks))
+    todo = [list(prompt) for prompt in prompts]
+    outputs: list[list[tuple[list[int], object]]] = [[] for _ in prompts]
+    while unfinished := [number for number, tokens in enumerate(outputs) if len(tokens) < 3]:
+        shares = []
+        for number in unfinished:
+            begin = init(prompts[number], temperature=0.9, top_p=0.9, seed=7, num_logprobs=2)
+            is_first = not outputs[number] and len(todo[number]) == len(prompts[number])
+            part, todo[number] = todo[number][:chunk_size], todo[number][chunk_size:]
+            shares.append(driver.share(number, part, sample=not todo[number], init=begin if is_first else None))
+        for number, result in zip(unfinished, driver.do(*shares), strict=True):
+            if result.token_ids:
+                outputs[number].append((result.token_ids, result.logprobs))
+    return outputs

@@ -29,11 +29,14 @@ def sample_one(logits_V, seq):
 
 def frequencies(logits_V, num_draws=1000, **sampling):
     """Return how often each token is drawn over a grid of uniform numbers: the sampler's exact distribution."""
-    seqs = [sequence(**sampling)] * num_draws
-    grid = torch.linspace(0, 1, num_draws + 1, dtype=torch.float64)[:-1, None]
-    draws = sampler._Draws.of(seqs, torch.device("cpu"))._replace(uniform_R1=grid)
-    token_ids = sampler._draw_rows(logits_V.repeat(num_draws, 1), [seq.sampling for seq in seqs], draws)
-    return np.bincount(token_ids.numpy(), minlength=len(logits_V)) / num_draws
+    grid = [i / num_draws for i in range(num_draws)]
+    return np.bincount(draw(logits_V, grid, **sampling), minlength=len(logits_V)) / num_draws
+
+
+def draw(logits_V, uniforms, **sampling):
+    """Return the token that each of the uniform numbers draws."""
+    samplings = [sequence(**sampling).sampling] * len(uniforms)
+    return sampler._draw(logits_V.repeat(len(uniforms), 1), samplings, uniforms).tolist()
 
 
 def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -78,11 +81,11 @@ def test_uniform_numbers_lie_in_the_unit_interval_and_differ_by_seed_and_positio
         {"temperature": 0.5},
         {"temperature": 2.0},
         {"top_k": 5},
-        {"top_k": 70},  # beyond the first tier of candidates
+        {"top_k": 70},
         {"top_k": 1000},
         {"top_p": 0.5},
         {"top_p": 0.9, "temperature": 2.0},
-        {"top_p": 0.999, "temperature": 2.0},  # needs the whole vocabulary
+        {"top_p": 0.999, "temperature": 2.0},
         {"min_p": 0.1},
         {"top_k": 20, "top_p": 0.7, "min_p": 0.15, "temperature": 1.3},
     ],
@@ -100,20 +103,15 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_definition(sampling, voc
 
 def test_the_inverse_cdf_goes_by_token_id():
     logits_V = torch.tensor([0.0, 1.0, 0.5, -1.0])
-    draws = sampler._Draws.of([sequence(top_p=0.99)] * 100, torch.device("cpu"))
-    draws = draws._replace(uniform_R1=torch.linspace(0, 0.999, 100, dtype=torch.float64)[:, None])
-    tokens = sampler._draw_rows(logits_V.repeat(100, 1), [sequence(top_p=0.99).sampling] * 100, draws).tolist()
+    tokens = draw(logits_V, [i / 100 for i in range(100)], top_p=0.99)
     assert tokens == sorted(tokens)
     assert set(tokens) == {0, 1, 2, 3}
 
 
 def test_the_largest_uniform_number_never_draws_what_is_not_kept():
     logits_V = torch.tensor([5.0, 4.0, -200.0, 3.0, -200.0])
-    largest = torch.full((1, 1), 1 - 2.0**-53, dtype=torch.float64)
-    for sampling in ({}, {"top_k": 3}, {"min_p": 0.01}):
-        seq = sequence(**sampling)
-        draws = sampler._Draws.of([seq], torch.device("cpu"))._replace(uniform_R1=largest)
-        assert sampler._draw_rows(logits_V[None].clone(), [seq.sampling], draws).tolist() == [3]
+    for sampling in ({}, {"top_k": 3}, {"min_p": 0.01}, {"top_p": 0.9999}):
+        assert draw(logits_V, [1 - 2.0**-53], **sampling) == [3]
 
 
 def test_greedy_takes_the_lowest_id_of_equals():
@@ -236,22 +234,14 @@ def test_a_row_is_bitwise_the_same_whatever_is_in_the_batch(vocab_size):
 
 
 def test_the_operations_under_the_sampler_treat_rows_apart():
-    """Finer than tokens can show: probabilities and block sums, at widths with and without a vector's remainder."""
+    """Finer than tokens can show: probabilities, at widths with and without a vector's remainder."""
     for vocab_size in (997, 4096, 49_152, 50_257):
         logits_SV = random_logits(9, vocab_size, seed=3)
-        for operation in (lambda x: x.softmax(-1), lambda x: x.log_softmax(-1), _block_sums, _double_cumsum):
+        for operation in (lambda x: x.softmax(-1), lambda x: x.log_softmax(-1)):
             together = operation(logits_SV)
             for row in range(9):
                 assert torch.equal(operation(logits_SV[row : row + 1])[0], together[row])
             assert torch.equal(operation(logits_SV[2:5]), together[2:5])
-
-
-def _block_sums(x):
-    return x[:, : x.shape[1] // 256 * 256].reshape(len(x), -1, 256).sum(-1)
-
-
-def _double_cumsum(x):
-    return x.double().cumsum(-1)
 
 
 def floats(packed):

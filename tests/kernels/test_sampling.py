@@ -1,0 +1,62 @@
+"""Tokens drawn by radix descent are those of a whole sort."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+from kernels import reference
+
+NUM_ROWS = 64
+Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def arguments(vocab_size: int, scale: float) -> Arguments:
+    """Return rows of which some are not limited, and some by each of the limits or several."""
+    generator = torch.Generator().manual_seed(vocab_size)
+
+    def uniform() -> Tensor:
+        return torch.rand(NUM_ROWS, generator=generator, dtype=torch.float64)
+
+    probs_RV = (torch.randn(NUM_ROWS, vocab_size, generator=generator) * scale).softmax(-1)
+    top_k_R = torch.randint(1, min(vocab_size, 300) + 1, (NUM_ROWS,), generator=generator)
+    top_p_R, min_p_R, uniform_R = uniform(), uniform() * 0.3, uniform()
+    top_k_R[::3], top_p_R[::4], min_p_R[::2] = 0, 1.0, 0.0
+    uniform_R[0], uniform_R[1] = 0.0, 1 - 2.0**-53
+    return probs_RV, top_k_R, top_p_R, min_p_R, uniform_R
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 997, 49_152])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
+def test_draw_equals_reference(vocab_size: int, scale: float) -> None:
+    given = arguments(vocab_size, scale)
+    assert torch.equal(kernels.draw(*given), reference.draw(*given))
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_of_equals_the_lower_ids_are_kept_and_those_of_no_weight_never(top_k: int) -> None:
+    probs_RV, _, top_p_R, min_p_R, uniform_R = arguments(40, 1.0)
+    probs_RV = (probs_RV * 60).round() / 64  # exact in float32: sums do not depend on their order
+    assert (probs_RV == 0).any()
+    probs_RV[:, 39] = 1 / 64
+    given = probs_RV, torch.full((NUM_ROWS,), top_k), (top_p_R * 16).ceil() / 16, min_p_R, uniform_R
+    token_ids_R = kernels.draw(*given)
+    assert torch.equal(token_ids_R, reference.draw(*given))
+    assert probs_RV.gather(1, token_ids_R[:, None]).min() > 0
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    given = arguments(5000, 2.0)
+    together = kernels.draw(*given)
+    for row in range(NUM_ROWS):
+        assert kernels.draw(*(tensor[row : row + 1] for tensor in given)).tolist() == [together[row]]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    probs_RV, top_k_R, *limits = arguments(7, 1.0)
+    with pytest.raises(ValueError, match="float32 is needed"):
+        kernels.draw(probs_RV.double(), top_k_R, *limits)
+    with pytest.raises(ValueError, match="top_k is"):
+        kernels.draw(probs_RV, top_k_R.int(), *limits)
+    with pytest.raises(ValueError, match="top_k has shape"):
+        kernels.draw(probs_RV, top_k_R[:3], *limits)
