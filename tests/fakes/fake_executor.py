@@ -152,7 +152,6 @@ class FakeExecutor(PeerThread):
             VOCAB_SIZE,
             self.fingerprint,
             self.scheduler_incarnation,
-            max(0, self._next_step_id - 1),
         )
 
     def _answer(self, message: ToExecutor, progress_socket: "zmq.Socket[bytes]") -> list[object]:
