@@ -110,7 +110,8 @@ def test_it_ends_with_its_parent(directory):
         ({}, ["--max-num-seqs", "none"], "max_num_seqs cannot be 'none'"),
         ({}, ["--max-num-sequences", "1"], "did you mean --max-num-seqs?"),
         ({}, ["--backend-address", "ipc:///" + "x" * 120], "longer than 107 bytes"),
-        ({}, ["--backend-address", "tcp://nowhere"], "cannot listen on tcp://nowhere"),
+        ({}, ["--backend-address", "tcp://nowhere"], "backend_address cannot be 'tcp://nowhere'"),
+        ({}, ["--backend-address", "tcp://127.0.0.1:1-x"], "127.0.0.1:1-x"),
     ],
 )
 def test_a_wrong_setting_is_one_line(directory, settings, arguments, words):
