@@ -79,7 +79,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(gt=0, le=1, description="share of a GPU's memory for weights and KV cache; without effect on the CPU"),
     ] = 0.9
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(ge=1, description="size of the KV cache, such as 2GiB (default: from free memory)")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="size of the KV cache, such as 2GiB (default: on the CPU 40 % of the memory that is free)",
+            ),
+        ]
+        | None
     ) = None
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts with the same start")] = (
         True

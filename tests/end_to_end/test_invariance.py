@@ -69,7 +69,7 @@ def test_together_in_blocks_of(
     assert heard(engine.generate(requests(), arrivals={i: i // 2 for i in range(16)})) == alone
 
 
-@pytest.mark.parametrize("max_num_batched_tokens", [16, 23])
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 16, 23])
 def test_in_chunks_of(
     max_num_batched_tokens: int, model: tuple[Decoder, torch.dtype], alone: list[tuple[object, ...]]
 ) -> None:
