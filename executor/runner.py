@@ -10,6 +10,7 @@ from executor import sampler
 from executor.inputs import StepInputs
 from executor.packing import Share, pack
 from executor.sequences import SequenceState
+from kernels import Backend
 from protocol.messages import BlockCopy, Logprobs, NeedInit, SequenceResult, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
@@ -32,10 +33,13 @@ class Model(Protocol):
 class ModelRunner:
     """Runs steps of one scheduler incarnation, in the order in which they come."""
 
-    def __init__(self, model: Model, kv_caches: KVCaches, *, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, model: Model, kv_caches: KVCaches, backend: Backend, *, block_size: int, num_blocks: int
+    ) -> None:
         """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks."""
         self.model = model
         self.kv_caches = kv_caches
+        self.backend = backend
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.device = kv_caches[0][0].device
@@ -130,7 +134,9 @@ class ModelRunner:
         if not last:
             return []
         logits_SV = self.model.compute_logits(hidden_TE if len(last) == len(hidden_TE) else hidden_TE[last])
-        return zip(*sampler.sample(logits_SV, [share.state for share in shares if share.sample]), strict=True)
+        return zip(
+            *sampler.sample(logits_SV, [share.state for share in shares if share.sample], self.backend), strict=True
+        )
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> Logprobs | None:
         """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.

@@ -11,13 +11,14 @@ not finite (a broken checkpoint, an overflow) are clamped and logged: the sequen
 
 import logging
 from collections.abc import Iterable, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from executor.random_numbers import Purpose, uniform
 from executor.sequences import SequenceState
-from kernels import draw
+from kernels import Backend
+from kernels.philox import uniform
 from protocol.messages import Logprobs
 from protocol.sampling import SamplingParams
 
@@ -31,7 +32,15 @@ BLOCK = 256  # tokens
 TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
 
 
-def sample(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[int], list[Logprobs | None]]:
+class Purpose(IntEnum):
+    """What a number is drawn for: purposes at one position are independent of one another."""
+
+    SAMPLE = 0
+
+
+def sample(
+    logits_SV: Tensor, sequences: Sequence[SequenceState], backend: Backend
+) -> tuple[list[int], list[Logprobs | None]]:
     """Return the next token of each row's sequence, and its log probabilities where they are wanted.
 
     `logits_SV` is float32 and is overwritten.
@@ -42,7 +51,7 @@ def sample(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> tuple[list[
     for row, seq in enumerate(sequences):
         if _is_edited(seq):
             _edit(logits_SV[row], seq)
-    token_ids = _choose(logits_SV, sequences)
+    token_ids = _choose(logits_SV, sequences, backend)
     logprobs: list[Logprobs | None] = [None] * len(sequences)
     if logprobs_RV is not None:
         chosen = [token_ids[row] for row in wanting]
@@ -136,7 +145,7 @@ def _penalize(logits_N: Tensor, counts_N: Tensor, sampling: SamplingParams) -> T
     return logits_N - sampling.presence_penalty * (counts_N > 0)
 
 
-def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
+def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState], backend: Backend) -> list[int]:
     greedy = [row for row, seq in enumerate(sequences) if _is_greedy(seq.sampling)]
     drawn = [row for row, seq in enumerate(sequences) if not _is_greedy(seq.sampling)]
     token_ids = [0] * len(sequences)
@@ -147,7 +156,7 @@ def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState]) -> list[int]:
         uniforms = [
             uniform(sequences[row].sampling.seed, sequences[row].num_output_tokens, Purpose.SAMPLE) for row in drawn
         ]
-        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), samplings, uniforms))
+        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), samplings, uniforms, backend))
     return token_ids
 
 
@@ -177,13 +186,15 @@ def _is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
-def _draw(logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float]) -> Tensor:
+def _draw(
+    logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float], backend: Backend
+) -> Tensor:
     """Return a random token for each row; scales the logits in place."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float64, device=logits_RV.device)
 
-    probs_RV = logits_RV.div_(column(s.temperature for s in samplings)[:, None].float()).softmax(-1)
+    probs_RV = backend.scale_to_probs(logits_RV, column(s.temperature for s in samplings))
     top_k_R = column(s.top_k for s in samplings).long()
     top_p_R, min_p_R = column(s.top_p for s in samplings), column(s.min_p for s in samplings)
-    return draw(probs_RV, top_k_R, top_p_R, min_p_R, column(uniforms))
+    return backend.draw(probs_RV, top_k_R, top_p_R, min_p_R, column(uniforms))

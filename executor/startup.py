@@ -19,6 +19,7 @@ from executor.models.layers import Linear
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
+from kernels import ChosenBackend
 from kernels.cpu.warm_up import warm_up as warm_up_kernels
 from protocol.config import FIELDS, Config
 from protocol.messages import ExecutorReady, SequenceInit, SequenceStep, Step, pack_ids
@@ -49,7 +50,8 @@ def phase(name: str) -> Iterator[None]:
 
 def start_executor(config: Config) -> Executor:
     """Return the executor of a model directory. Raises ValueError, for the operator, if it cannot be had."""
-    device = torch.device("cpu")
+    chosen = kernels.choose_backend(config.attention_backend)
+    device = chosen.device
     directory = Path(config.model)
     with phase("configuration"):
         if not config.model:
@@ -61,16 +63,23 @@ def start_executor(config: Config) -> Executor:
         _refuse_impossible(config, model_config, max_model_len, dtype, device)
     with phase("weights"):
         model = load_model(
-            directory, model_config, dtype, max_model_len=max_model_len, load_format=config.load_format, device=device
+            directory,
+            model_config,
+            dtype,
+            max_model_len=max_model_len,
+            load_format=config.load_format,
+            backend=chosen.backend,
+            device=device,
         )
         fingerprint = model_fingerprint(
             directory, model_config, dtype, max_model_len=max_model_len, load_format=config.load_format
         )
     _log_weights(model)
     with phase("KV pool"):
-        runner = _make_runner(config, model, max_model_len, dtype, device)
-    with phase("kernels"):
-        compile_kernels(dtype)
+        runner = _make_runner(config, model, max_model_len, dtype, chosen)
+    if chosen.name == "cpu":
+        with phase("kernels"):
+            compile_kernels(dtype)
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     progress = StepProgress()
@@ -143,20 +152,20 @@ def _choose_threads(config: Config) -> None:
 
 
 def _log_weights(model: Decoder) -> None:
-    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     products = [module.packed for module in model.modules() if isinstance(module, Linear)]
-    num_bytes += sum(p.num_inputs * p.num_outputs * p.packed.dtype.itemsize for p in products)
+    num_bytes = sum(held.nbytes for held in (*model.parameters(), *products))
     logger.info("%.1f MiB of weights; products: %s", num_bytes / 2**20, products[0].form)
 
 
 def _make_runner(
-    config: Config, model: Decoder, max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: Config, model: Decoder, max_model_len: int, dtype: torch.dtype, chosen: ChosenBackend
 ) -> ModelRunner:
+    device = chosen.device
     shapes: list[KVShape] = model.kv_shapes
     pool = size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
     kv_caches = allocate_kv_caches(shapes, pool.num_blocks, config.block_size, dtype, device)
     _log_pool(pool, config.block_size, max_model_len)
-    return ModelRunner(model, kv_caches, block_size=config.block_size, num_blocks=pool.num_blocks)
+    return ModelRunner(model, kv_caches, chosen.backend, block_size=config.block_size, num_blocks=pool.num_blocks)
 
 
 def _log_pool(pool: PoolSize, block_size: int, max_model_len: int) -> None:

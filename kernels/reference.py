@@ -1,11 +1,14 @@
-"""The functions of `kernels` in plain torch: slow, obvious, and what the tests compare with.
+"""The backend in plain torch: slow, obvious, on any device, and what the tests compare with.
 
-Signatures, shapes and legend are those of `kernels`. All arithmetic is in float32.
+Signatures, shapes and legend are those of `kernels.backend`. All arithmetic is in float32, also that of products.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels import philox
+from kernels.groupwise import GroupwiseWeight
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:
@@ -13,8 +16,32 @@ def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: T
     for token, slot in enumerate(slot_mapping_T.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, block_size)
-            k_cache_NKDP[block, :, :, offset] = k_TKD[token]
-            v_cache_NKPD[block, :, offset] = v_TKD[token]
+            k_cache_NKDP[block, :, :, offset] = k_TKD[token].to(k_cache_NKDP.dtype)
+            v_cache_NKPD[block, :, offset] = v_TKD[token].to(v_cache_NKPD.dtype)
+
+
+def rotate_and_store_kv(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NKDP: Tensor,
+    v_cache_NKPD: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    rotary_embedding(q_THD, k_TKD, cos_sin_PR, positions_T)
+    store_kv(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD, slot_mapping_T)
+
+
+def rotary_embedding(q_THD: Tensor, k_TKD: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> None:
+    """Rotate queries and keys in place, as `rotate_and_store_kv` does."""
+    cos_T1R, sin_T1R = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
+    half = cos_T1R.shape[-1]
+    for x_THD in (q_THD, k_TKD):
+        left, right = x_THD[..., :half].float(), x_THD[..., half : 2 * half].float()
+        rotated = torch.cat([left * cos_T1R - right * sin_T1R, right * cos_T1R + left * sin_T1R], dim=-1)
+        x_THD[..., : 2 * half] = rotated
 
 
 def paged_attention(
@@ -26,6 +53,9 @@ def paged_attention(
     seq_lens_S: Tensor,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
+    alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
     block_size = v_cache_NKPD.shape[2]
     out_THD = q_THD.new_empty((*q_THD.shape[:2], v_cache_NKPD.shape[3]))
@@ -36,8 +66,16 @@ def paged_attention(
         k_KCD = k_cache_NKDP[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :seq_len].float()
         v_KCD = v_cache_NKPD[blocks].permute(1, 0, 2, 3).flatten(1, 2)[:, :seq_len].float()
         q_HQD = q_THD[tokens].transpose(0, 1).float()
-        visible_QC = _visible(q_HQD.shape[1], seq_len, sliding_window)
-        out_HQD = functional.scaled_dot_product_attention(q_HQD, k_KCD, v_KCD, visible_QC, scale=scale, enable_gqa=True)
+        group_size = q_HQD.shape[0] // k_KCD.shape[0]
+        scores_HQC = q_HQD @ k_KCD.repeat_interleave(group_size, 0).transpose(1, 2) * scale
+        if soft_cap is not None:
+            scores_HQC = soft_cap * torch.tanh(scores_HQC / soft_cap)
+        distance_QC = _distances(q_HQD.shape[1], seq_len, q_THD.device)
+        if alibi_slopes_H is not None:
+            scores_HQC = scores_HQC - alibi_slopes_H[:, None, None] * distance_QC
+        is_visible_QC = (distance_QC >= 0) & (distance_QC < (sliding_window or seq_len))
+        weights_HQC = _softmax(scores_HQC.masked_fill(~is_visible_QC, -torch.inf), sinks_H)
+        out_HQD = weights_HQC @ v_KCD.repeat_interleave(group_size, 0)
         out_THD[tokens] = out_HQD.transpose(0, 1).to(q_THD.dtype)
     return out_THD
 
@@ -51,15 +89,6 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     residual_TE += x_TE
     return rms_norm(residual_TE, weight_E, eps).to(x_TE.dtype)
-
-
-def rotary_embedding(q_THD: Tensor, k_TKD: Tensor, cos_sin_PR: Tensor, positions_T: Tensor) -> None:
-    cos_T1R, sin_T1R = cos_sin_PR[positions_T].unsqueeze(1).chunk(2, dim=-1)
-    half = cos_T1R.shape[-1]
-    for x_THD in (q_THD, k_TKD):
-        left, right = x_THD[..., :half].float(), x_THD[..., half : 2 * half].float()
-        rotated = torch.cat([left * cos_T1R - right * sin_T1R, right * cos_T1R + left * sin_T1R], dim=-1)
-        x_THD[..., : 2 * half] = rotated
 
 
 def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
@@ -80,17 +109,65 @@ def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, un
     return passed_RV.to(torch.int8).argmax(-1)
 
 
-def linear(
-    x_TE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    bias_float = None if bias_N is None else bias_N.float()
-    return functional.linear(x_TE.float(), weight_NE.float(), bias_float).to(out_dtype or x_TE.dtype)
+def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    return (logits_RV / temperature_R[:, None].float()).softmax(-1)
 
 
-def _visible(num_queries: int, seq_len: int, sliding_window: int | None) -> Tensor:
-    """Return which of the seq_len positions each of the last num_queries ones sees, as bool."""
-    position_Q1 = torch.arange(seq_len - num_queries, seq_len).unsqueeze(1)
-    visible_QC = torch.arange(seq_len) <= position_Q1
-    if sliding_window is not None:
-        visible_QC &= torch.arange(seq_len) > position_Q1 - sliding_window
-    return visible_QC
+def uniform(seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
+    counters = zip(seed_R.tolist(), position_R.tolist(), strict=True)
+    numbers = [philox.uniform(seed, position, purpose) for seed, position in counters]
+    return torch.tensor(numbers, dtype=torch.float64, device=seed_R.device)
+
+
+def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs_RV = logits_RV.float().log_softmax(-1)
+    chosen_R1 = logprobs_RV.gather(1, token_ids_R[:, None])
+    ranks_R = (logprobs_RV > chosen_R1).sum(-1) + 1
+    return chosen_R1[:, 0], ranks_R.to(torch.int32)
+
+
+class DenseLinear:
+    """A linear layer in float32; a quantized one is dequantized at every use."""
+
+    def __init__(self, weight: Tensor | GroupwiseWeight, bias_N: Tensor | None) -> None:
+        self.weight = weight if isinstance(weight, GroupwiseWeight) else weight.clone()
+        self.bias_N = None if bias_N is None else bias_N.float()
+
+    @property
+    def form(self) -> str:
+        kind = f"{self.weight.bits}-bit" if isinstance(self.weight, GroupwiseWeight) else f"{self.weight.dtype}"
+        return f"{kind} weights, multiplied in float32"
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def dequantize(self) -> Tensor:
+        """Return weight_NE, float32."""
+        return self.weight.dequantize() if isinstance(self.weight, GroupwiseWeight) else self.weight.float()
+
+
+def pack_linear(weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> DenseLinear:
+    return DenseLinear(weight, bias_N)
+
+
+def linear(x_TE: Tensor, layer: DenseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    return functional.linear(x_TE.float(), layer.dequantize(), layer.bias_N).to(out_dtype or x_TE.dtype)
+
+
+def embedding(token_ids_T: Tensor, layer: DenseLinear, dtype: torch.dtype) -> Tensor:
+    return layer.dequantize()[token_ids_T].to(dtype)
+
+
+def _distances(num_queries: int, seq_len: int, device: torch.device) -> Tensor:
+    """Return by how many tokens each of the seq_len positions lies before each of the last num_queries ones."""
+    position_Q1 = torch.arange(seq_len - num_queries, seq_len, device=device).unsqueeze(1)
+    return position_Q1 - torch.arange(seq_len, device=device)
+
+
+def _softmax(scores_HQC: Tensor, sinks_H: Tensor | None) -> Tensor:
+    """Return softmax over C, in which a sink is one more score that gets nothing."""
+    if sinks_H is None:
+        return scores_HQC.softmax(-1)
+    sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQC.shape[1], 1)
+    return torch.cat([scores_HQC, sinks_HQ1], dim=-1).softmax(-1)[..., :-1]

@@ -34,7 +34,7 @@ FLAG_GROUPS = {
         "max_num_queued_reqs",
         "async_scheduling",
     ),
-    "machine": ("num_threads", "peer_timeout_s"),
+    "machine": ("attention_backend", "num_threads", "peer_timeout_s"),
 }
 # The launcher chooses these itself: each server has sockets of its own.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers")

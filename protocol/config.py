@@ -62,6 +62,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights, activations and KV cache; auto is the checkpoint's where the device has it"),
     ] = "auto"
+    attention_backend: Annotated[
+        NonEmpty,
+        Meta(
+            description="kernels to compute with: cpu, triton (on a GPU), reference (slow, for comparison), or auto,"
+            " the best that this machine has"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="auto reads the checkpoint; dummy takes random weights")
     ] = "auto"

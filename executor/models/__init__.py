@@ -9,6 +9,7 @@ from executor.models.decoder import Decoder
 from executor.models.layers import ALONE, TensorParallel
 from executor.models.rotary import rotary_table
 from executor.weights import Checkpoint, DummyWeights, load_weights
+from kernels import Backend
 
 __all__ = ["Decoder", "ModelConfig", "TensorParallel", "load_model", "read_model_config"]
 
@@ -23,6 +24,7 @@ def load_model(
     max_model_len: int,
     load_format: str = "auto",
     seed: int = 0,
+    backend: Backend,
     parallel: TensorParallel = ALONE,
     device: torch.device = CPU,
     progress: bool | None = None,
@@ -35,7 +37,7 @@ def load_model(
     be read; it names the tensor and the file.
     """
     cos_sin_PR = rotary_table(config.rope, config.head_dim, max_model_len).to(device)
-    model = Decoder(config, cos_sin_PR, parallel)
+    model = Decoder(config, cos_sin_PR, backend, parallel)
     if load_format == "dummy":
         load_weights(model, DummyWeights(seed), dtype, device, tied=model.tied, progress=progress)
     else:

@@ -20,24 +20,34 @@ from executor.models.layers import (
     TensorParallel,
     VocabParallelEmbedding,
 )
-from kernels import paged_attention, rotary_embedding, silu_and_mul, store_kv
+from kernels import Backend
 
 # T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
 # V vocabulary, P positions, R rotary size
 
 
 class Attention(Module):
-    def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel, backend: Backend
+    ) -> None:
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.qkv_bias, parallel
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.qkv_bias,
+            parallel,
+            backend,
         )
-        self.o_proj = RowParallelLinear(config.num_heads * config.head_dim, config.hidden_size, config.o_bias, parallel)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        heads_size = config.num_heads * config.head_dim
+        self.o_proj = RowParallelLinear(heads_size, config.hidden_size, config.o_bias, parallel, backend)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, backend) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, backend) if config.qk_norm else None
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = config.head_dim
         self.sliding_window = sliding_window
+        self.backend = backend
 
     def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -45,9 +55,10 @@ class Attention(Module):
         q_THD, k_TKD, v_TKD = torch.split(qkv_TXD, heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        rotary_embedding(q_THD, k_TKD, cos_sin_PR, inputs.positions_T)
-        store_kv(k_TKD, v_TKD, *kv_cache, inputs.slot_mapping_T)
-        out_THD = paged_attention(
+        self.backend.rotate_and_store_kv(
+            q_THD, k_TKD, v_TKD, cos_sin_PR, inputs.positions_T, *kv_cache, inputs.slot_mapping_T
+        )
+        out_THD = self.backend.paged_attention(
             q_THD,
             *kv_cache,
             inputs.block_tables_SM,
@@ -60,23 +71,26 @@ class Attention(Module):
 
 
 class MLP(Module):
-    def __init__(self, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
+        self.backend = backend
         inner = config.intermediate_size
-        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, (inner, inner), config.mlp_bias, parallel)
-        self.down_proj = RowParallelLinear(inner, config.hidden_size, config.mlp_bias, parallel)
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, (inner, inner), config.mlp_bias, parallel, backend)
+        self.down_proj = RowParallelLinear(inner, config.hidden_size, config.mlp_bias, parallel, backend)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down_proj(silu_and_mul(self.gate_up_proj(x_TE)))
+        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x_TE)))
 
 
 class DecoderLayer(Module):
-    def __init__(self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel) -> None:
+    def __init__(
+        self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel, backend: Backend
+    ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = Attention(config, sliding_window, parallel)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = MLP(config, parallel)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
+        self.self_attn = Attention(config, sliding_window, parallel, backend)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
+        self.mlp = MLP(config, parallel, backend)
 
     def forward(
         self,
@@ -94,12 +108,12 @@ class DecoderLayer(Module):
 class DecoderStack(Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        layers = [DecoderLayer(config, window, parallel) for window in config.sliding_windows]
+        layers = [DecoderLayer(config, window, parallel, backend) for window in config.sliding_windows]
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
         self.cos_sin_PR = cos_sin_PR
         self.kv_shapes = [(layer.self_attn.num_kv_heads, config.head_dim, config.head_dim) for layer in layers]
 
@@ -114,10 +128,12 @@ class DecoderStack(Module):
 class Decoder(Module):
     """A causal language model over a paged KV cache."""
 
-    def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel = ALONE) -> None:
+    def __init__(
+        self, config: ModelConfig, cos_sin_PR: Tensor, backend: Backend, parallel: TensorParallel = ALONE
+    ) -> None:
         super().__init__()
-        self.model = DecoderStack(config, cos_sin_PR, parallel)
-        self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel)
+        self.model = DecoderStack(config, cos_sin_PR, parallel, backend)
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel, backend)
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
         # parameters that are read from another's name

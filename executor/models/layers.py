@@ -6,11 +6,12 @@ a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from kernels import PackedLinear, add_rms_norm, linear, pack_linear, rms_norm
+from kernels import Backend
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
 
@@ -87,8 +88,9 @@ class Layer(Module):
 
 
 class RMSNorm(Layer):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, backend: Backend) -> None:
         super().__init__()
+        self.backend = backend
         self.weight = _parameter(size)
         self.eps = eps
 
@@ -97,30 +99,31 @@ class RMSNorm(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x`, normalized along its last dimension."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.backend.rms_norm(x, self.weight, self.eps)
 
     def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
         """Add `x` to the float32 residual in place and return the sum, normalized, in x's dtype."""
-        return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+        return self.backend.add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
 
 class Linear(Layer):
     """A product with a weight that is packed once it is loaded; the raw weight is then let go."""
 
     bias: Tensor | None
-    packed: PackedLinear
+    packed: Any  # what the backend makes of weight and bias
 
-    def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend) -> None:
         super().__init__()
+        self.backend = backend
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
 
     def finish_loading(self) -> None:
-        self.packed = pack_linear(self.weight, self._own_bias())
+        self.packed = self.backend.pack_linear(self.weight, self._own_bias())
         del self.weight, self.bias
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return linear(x_TE, self.packed)
+        return self.backend.linear(x_TE, self.packed)
 
     def _own_bias(self) -> Tensor | None:
         return self.bias
@@ -129,9 +132,11 @@ class Linear(Layer):
 class ColumnParallelLinear(Linear):
     """Each rank has its share of the output features; several layers of equal split may be fused into one."""
 
-    def __init__(self, in_features: int, out_features: tuple[int, ...], bias: bool, parallel: TensorParallel) -> None:
+    def __init__(
+        self, in_features: int, out_features: tuple[int, ...], bias: bool, parallel: TensorParallel, backend: Backend
+    ) -> None:
         share = sum(parallel.share(features, "output features") for features in out_features)
-        super().__init__(in_features, share, bias)
+        super().__init__(in_features, share, bias, backend)
         self._shards = tuple(parallel.shard(features) for features in out_features)
 
     def shards(self, leaf: str) -> tuple[Shard, ...]:
@@ -142,7 +147,14 @@ class QKVParallelLinear(Linear):
     """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold one."""
 
     def __init__(
-        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, parallel: TensorParallel
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        parallel: TensorParallel,
+        backend: Backend,
     ) -> None:
         self.num_heads = parallel.share(num_heads, "num_attention_heads")
         if parallel.world_size > num_kv_heads and parallel.world_size % num_kv_heads:
@@ -151,7 +163,7 @@ class QKVParallelLinear(Linear):
         if num_kv_heads % num_kv_shards:
             raise ValueError(f"num_key_value_heads ({num_kv_heads}) cannot be divided among {num_kv_shards} ranks")
         self.num_kv_heads = num_kv_heads // num_kv_shards
-        super().__init__(hidden_size, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias)
+        super().__init__(hidden_size, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias, backend)
         kv_index = parallel.rank * num_kv_shards // parallel.world_size
         kv_shard = Shard(num_kv_heads * head_dim, 0, kv_index, num_kv_shards)
         self._shards = (parallel.shard(num_heads * head_dim), kv_shard, kv_shard)
@@ -163,8 +175,10 @@ class QKVParallelLinear(Linear):
 class RowParallelLinear(Linear):
     """Each rank has its share of the input features; the ranks' products are summed."""
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, parallel: TensorParallel) -> None:
-        super().__init__(parallel.share(in_features, "input features"), out_features, bias)
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, parallel: TensorParallel, backend: Backend
+    ) -> None:
+        super().__init__(parallel.share(in_features, "input features"), out_features, bias, backend)
         self._shards = {"weight": parallel.shard(in_features, dim=1), "bias": Shard(out_features)}
         self.parallel = parallel
 
@@ -172,7 +186,7 @@ class RowParallelLinear(Linear):
         return (self._shards[leaf],)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.parallel.sum(linear(x_TE, self.packed))
+        return self.parallel.sum(self.backend.linear(x_TE, self.packed))
 
     def _own_bias(self) -> Tensor | None:
         # The sum over ranks must hold the bias once.
@@ -204,8 +218,8 @@ class VocabParallelEmbedding(Layer):
 class LMHead(Linear):
     """Logits of the whole vocabulary, float32; each rank computes those of its rows."""
 
-    def __init__(self, hidden_size: int, vocab_size: int, parallel: TensorParallel) -> None:
-        super().__init__(hidden_size, -(-vocab_size // parallel.world_size), bias=False)
+    def __init__(self, hidden_size: int, vocab_size: int, parallel: TensorParallel, backend: Backend) -> None:
+        super().__init__(hidden_size, -(-vocab_size // parallel.world_size), bias=False, backend=backend)
         self.vocab_size = vocab_size
         self.parallel = parallel
 
@@ -213,7 +227,8 @@ class LMHead(Linear):
         return (self.parallel.shard(self.vocab_size),)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.parallel.concat(linear(x_TE, self.packed, torch.float32))[:, : self.vocab_size]
+        logits_TN = self.backend.linear(x_TE, self.packed, torch.float32)
+        return self.parallel.concat(logits_TN)[:, : self.vocab_size]
 
 
 def _parameter(*shape: int) -> nn.Parameter:

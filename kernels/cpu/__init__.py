@@ -1,6 +1,7 @@
 """The kernels for the CPU: Numba for attention and the small operations, oneDNN for products.
 
-The functions take what those of `kernels` take, check it, and hand addresses to the compiled kernels.
+The functions take what those of `kernels.backend` take, in float32 or bfloat16, check it, and hand addresses to the
+compiled kernels.
 """
 
 from kernels.cpu import jit  # before torch
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.cpu import attention, pointwise, sampling
 from kernels.cpu.checks import (
     addresses,
@@ -22,21 +24,27 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.products import PackedLinear, linear, pack_linear
+from kernels.cpu.products import PackedLinear, embedding, linear, pack_linear
+from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
     "PackedLinear",
     "add_rms_norm",
     "draw",
+    "embedding",
+    "gather_logprobs",
     "linear",
     "openmp_libraries",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_embedding",
+    "rotate_and_store_kv",
+    "scale_to_probs",
     "set_num_threads",
     "silu_and_mul",
     "store_kv",
+    "uniform",
 ]
 
 openmp_libraries = jit.openmp_libraries
@@ -84,7 +92,15 @@ def paged_attention(
     seq_lens_S: Tensor,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: Tensor | None = None,
+    alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
+    if soft_cap is not None or sinks_H is not None or alibi_slopes_H is not None:
+        return reference.paged_attention(
+            *(q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S, scale),
+            *(sliding_window, soft_cap, sinks_H, alibi_slopes_H),
+        )
     num_tokens, num_heads, head_size = q_THD.shape
     num_blocks, num_kv_heads, _, block_size = k_cache_NKDP.shape
     value_size = v_cache_NKPD.shape[3]
@@ -116,6 +132,20 @@ def paged_attention(
     if malformed >= 0:
         raise IndexError(f"the lengths or the block table of sequence {malformed} point outside")
     return out_THD
+
+
+def rotate_and_store_kv(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    cos_sin_PR: Tensor,
+    positions_T: Tensor,
+    k_cache_NKDP: Tensor,
+    v_cache_NKPD: Tensor,
+    slot_mapping_T: Tensor,
+) -> None:
+    rotary_embedding(q_THD, k_TKD, cos_sin_PR, positions_T)
+    store_kv(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD, slot_mapping_T)
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -194,6 +224,10 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     else:
         pointwise.silu_and_mul_parallel(kind, memory, size, num_rows, torch.get_num_threads())
     return out_TI
+
+
+def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    return logits_RV.div_(temperature_R[:, None].float()).softmax(-1)
 
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ def like(*tensors: Tensor) -> np.ndarray:
     """Return what stands for the tensors' common dtype. Raises ValueError if they have none, or one without kernels."""
     dtype = tensors[0].dtype
     for tensor in tensors:
-        if tensor.dtype is not dtype or dtype not in LIKE:
-            kinds = ", ".join(str(tensor.dtype) for tensor in tensors)
-            raise ValueError(f"expected tensors of float32, or all of bfloat16, not {kinds}")
+        if tensor.dtype is not dtype or dtype not in LIKE or not tensor.is_cpu:
+            kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
+            raise ValueError(f"expected tensors of float32, or all of bfloat16, on the CPU, not {kinds}")
     return LIKE[dtype]
 
 

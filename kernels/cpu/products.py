@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import reference
+from kernels.groupwise import GroupwiseWeight
+
 MIN_ROWS = (1, 2, 4, 8, 16)
 REFERENCE_ROWS = 64
 PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64, 200, 512)  # beyond 64 only for weights that are not huge
@@ -30,9 +33,21 @@ class PackedLinear:
     min_rows: int  # fewer rows are padded to as many
     max_rows: int | None  # more rows are computed in slices of as many; None: never
 
+    @property
+    def nbytes(self) -> int:
+        return self.num_inputs * self.num_outputs * self.packed.dtype.itemsize
 
-def pack_linear(weight_NK: Tensor, bias_N: Tensor | None) -> PackedLinear:
-    """See `kernels.pack_linear`."""
+
+def pack_linear(
+    weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None
+) -> PackedLinear | reference.DenseLinear:
+    """See `kernels.backend`.
+
+    A row's product has the same bits among any number of rows: that is tried out, once for each shape. Raises
+    RuntimeError where this machine cannot keep to it.
+    """
+    if isinstance(weight_NK, GroupwiseWeight):
+        return reference.pack_linear(weight_NK, bias_N)
     dtype = weight_NK.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a weight on the CPU is float32 or bfloat16, not {dtype}")
@@ -51,8 +66,14 @@ def pack_linear(weight_NK: Tensor, bias_N: Tensor | None) -> PackedLinear:
     )
 
 
-def linear(x_MK: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
-    """See `kernels.linear`."""
+def linear(x_MK: Tensor, layer: PackedLinear | reference.DenseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+    """See `kernels.backend`.
+
+    With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded where the product is computed in
+    float32; a machine with bfloat16 instructions has rounded them (see `PackedLinear.form`).
+    """
+    if isinstance(layer, reference.DenseLinear):
+        return reference.linear(x_MK, layer, out_dtype)
     if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.dtype:
         raise ValueError(
             f"expected {layer.num_inputs} inputs a row in {layer.dtype}, not {tuple(x_MK.shape)} in {x_MK.dtype}"
@@ -64,6 +85,11 @@ def linear(x_MK: Tensor, layer: PackedLinear, out_dtype: torch.dtype | None) -> 
     if layer.max_rows is None or num_rows <= layer.max_rows:
         return _slice(x_MK, layer).to(out_dtype)
     return torch.cat([_slice(part, layer).to(out_dtype) for part in torch.split(x_MK, layer.max_rows)])
+
+
+def embedding(token_ids_T: Tensor, layer: reference.DenseLinear, dtype: torch.dtype) -> Tensor:
+    """See `kernels.backend`."""
+    return reference.embedding(token_ids_T, layer, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

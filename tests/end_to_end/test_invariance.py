@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from executor.models import Decoder, load_model, read_model_config
+from kernels import cpu
 from protocol.sampling import SamplingParams
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
@@ -48,7 +49,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     dtype: torch.dtype = request.param
     target = tmp_path_factory.mktemp("tiny")
     directory: Path = make_checkpoint(target, "Qwen3ForCausalLM", dtype=dtype, num_hidden_layers=2)
-    return load_model(directory, read_model_config(directory), dtype, max_model_len=256, progress=False), dtype
+    return load_model(
+        directory, read_model_config(directory), dtype, max_model_len=256, backend=cpu, progress=False
+    ), dtype
 
 
 @pytest.fixture(scope="module")

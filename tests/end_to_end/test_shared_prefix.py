@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from executor.models import load_model, read_model_config
+from kernels import cpu
 from protocol.sampling import SamplingParams
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import SchedulerWithRunner
@@ -17,7 +18,9 @@ BLOCK_SIZE = 16
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> SchedulerWithRunner:
     directory: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
-    decoder = load_model(directory, read_model_config(directory), torch.float32, max_model_len=1024, progress=False)
+    decoder = load_model(
+        directory, read_model_config(directory), torch.float32, max_model_len=1024, backend=cpu, progress=False
+    )
     return SchedulerWithRunner(decoder, torch.float32, max_model_len=1024, block_size=BLOCK_SIZE)
 
 

@@ -6,6 +6,7 @@ import torch
 from executor.memory import allocate_kv_caches
 from executor.models import load_model, read_model_config
 from executor.runner import ModelRunner
+from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.runner_driver import RunnerDriver, init, share
 
@@ -28,7 +29,7 @@ SAMPLING = {
 def model(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("tiny"), dtype=request.param, hidden_size=96)
     config = read_model_config(directory)
-    return load_model(directory, config, request.param, max_model_len=256, progress=False), request.param
+    return load_model(directory, config, request.param, max_model_len=256, backend=cpu, progress=False), request.param
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def alone(model):
 def make_driver(model, block_size, num_blocks=600):
     decoder, dtype = model
     kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, CPU)
-    return RunnerDriver(ModelRunner(decoder, kv_caches, block_size=block_size, num_blocks=num_blocks))
+    return RunnerDriver(ModelRunner(decoder, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks))
 
 
 def begin(seq_id, output=()):

@@ -11,6 +11,7 @@ from torch import Tensor
 from executor.memory import allocate_kv_caches
 from executor.models import Decoder, load_model, read_model_config
 from executor.runner import ModelRunner
+from kernels import cpu
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 from tests.fakes.runner_driver import RunnerDriver, init
 
@@ -49,7 +50,7 @@ def reference(demo_directory: Path) -> transformers.PreTrainedModel:
 def native(demo_directory: Path) -> dict[torch.dtype, Decoder]:
     config = read_model_config(demo_directory)
     return {
-        dtype: load_model(demo_directory, config, dtype, max_model_len=MAX_MODEL_LEN, progress=False)
+        dtype: load_model(demo_directory, config, dtype, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False)
         for dtype in (torch.float32, torch.bfloat16)
     }
 
@@ -111,7 +112,7 @@ def drawn(model: Decoder, dtype: torch.dtype, prompts: list[list[int]], *, chunk
     """Return three drawn tokens after each prompt, with their log probabilities, all computed together."""
     num_blocks = len(prompts) * MAX_MODEL_LEN // block_size
     kv_caches = allocate_kv_caches(model.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
-    driver = RunnerDriver(ModelRunner(model, kv_caches, block_size=block_size, num_blocks=num_blocks))
+    driver = RunnerDriver(ModelRunner(model, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks))
     todo = [list(prompt) for prompt in prompts]
     outputs: list[list[tuple[list[int], object]]] = [[] for _ in prompts]
     while unfinished := [number for number, tokens in enumerate(outputs) if len(tokens) < 3]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from executor.models import TensorParallel, load_model, read_model_config
+from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding
 
@@ -51,7 +52,9 @@ class LockstepRank(TensorParallel):
 
 def logits_of(directory: Path, parallel: TensorParallel) -> Tensor:
     config = read_model_config(directory)
-    model = load_model(directory, config, torch.float32, max_model_len=64, parallel=parallel, progress=False)
+    model = load_model(
+        directory, config, torch.float32, max_model_len=64, parallel=parallel, backend=cpu, progress=False
+    )
     return PagedDecoding(model, 16, 4, torch.float32).step({0: TOKEN_IDS[:5], 1: TOKEN_IDS})
 
 

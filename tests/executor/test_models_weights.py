@@ -15,6 +15,7 @@ from executor.models.decoder import Decoder
 from executor.models.layers import Shard
 from executor.models.rotary import rotary_table
 from executor.weights import Checkpoint, load_weights
+from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ LAYER = "model.layers.0.self_attn"
 
 def load(directory: Path, **options: object) -> Decoder:
     options = {"max_model_len": 32, "progress": False} | options
-    return load_model(directory, read_model_config(directory), torch.float32, **options)
+    return load_model(directory, read_model_config(directory), torch.float32, backend=cpu, **options)
 
 
 def logits(model: Decoder) -> Tensor:
@@ -143,7 +144,9 @@ def test_the_slices_of_all_ranks_make_up_each_tensor(tmp_path: Path, world_size:
     with Checkpoint(directory) as checkpoint:
         slices = RecordedSlices(checkpoint)
         for rank in range(world_size):
-            model = Decoder(config, rotary_table(config.rope, config.head_dim, 32), TensorParallel(rank, world_size))
+            model = Decoder(
+                config, rotary_table(config.rope, config.head_dim, 32), cpu, TensorParallel(rank, world_size)
+            )
             load_weights(model, slices, torch.float32, CPU, tied=model.tied, progress=False)
             assert model.kv_shapes[0][0] == max(1, 2 // world_size)
     for name, tensor in load_file(directory / "model.safetensors").items():

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from executor import sampler
-from executor.random_numbers import Purpose, philox, uniform
 from executor.sequences import SequenceState
+from kernels import cpu
+from kernels.philox import philox, uniform
 from protocol.messages import Logprobs, SequenceInit, pack_ids
 from protocol.sampling import SamplingParams
 
@@ -24,7 +25,7 @@ def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
 
 
 def sample_one(logits_V, seq):
-    return sampler.sample(logits_V[None].clone(), [seq])[0][0]
+    return sampler.sample(logits_V[None].clone(), [seq], cpu)[0][0]
 
 
 def frequencies(logits_V, num_draws=1000, **sampling):
@@ -36,7 +37,7 @@ def frequencies(logits_V, num_draws=1000, **sampling):
 def draw(logits_V, uniforms, **sampling):
     """Return the token that each of the uniform numbers draws."""
     samplings = [sequence(**sampling).sampling] * len(uniforms)
-    return sampler._draw(logits_V.repeat(len(uniforms), 1), samplings, uniforms).tolist()
+    return sampler._draw(logits_V.repeat(len(uniforms), 1), samplings, uniforms, cpu).tolist()
 
 
 def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -68,7 +69,7 @@ def test_philox_gives_the_numbers_of_its_authors():
 
 
 def test_uniform_numbers_lie_in_the_unit_interval_and_differ_by_seed_and_position():
-    numbers = [uniform(seed, position, Purpose.SAMPLE) for seed in (0, 1, MASK) for position in range(500)]
+    numbers = [uniform(seed, position, sampler.Purpose.SAMPLE) for seed in (0, 1, MASK) for position in range(500)]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
     assert abs(np.mean(numbers) - 0.5) < 0.03
@@ -145,7 +146,7 @@ def test_the_seed_and_the_output_position_choose_the_number():
     tokens = [sample_one(logits_V, sequence(seed=seed)) for seed in range(20)]
     assert len(set(tokens)) > 15
     seq = sequence(output=[1, 2], seed=5)
-    expected = int(uniform(5, 2, Purpose.SAMPLE) * 1024)
+    expected = int(uniform(5, 2, sampler.Purpose.SAMPLE) * 1024)
     assert sample_one(logits_V, seq) == expected
 
 
@@ -224,11 +225,11 @@ def test_a_row_is_bitwise_the_same_whatever_is_in_the_batch(vocab_size):
     """torch splits some operations by the shape of the whole batch; none of them may be used."""
     logits_SV = random_logits(10, vocab_size, seed=vocab_size)
     seqs = [sequence(output=[7, 7, 8], seed=row, **sampling) for row, sampling in enumerate(MIXED)]
-    alone = [sampler.sample(logits_SV[row : row + 1].clone(), [seq]) for row, seq in enumerate(seqs)]
+    alone = [sampler.sample(logits_SV[row : row + 1].clone(), [seq], cpu) for row, seq in enumerate(seqs)]
     shuffled = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
     batches = [range(10), shuffled, [0, 2], [2] * 7, [1, 5, 5], [9, 7, 8], [*range(10), *shuffled, *range(10)]]
     for batch in batches:
-        token_ids, logprobs = sampler.sample(logits_SV[list(batch)], [seqs[row] for row in batch])
+        token_ids, logprobs = sampler.sample(logits_SV[list(batch)], [seqs[row] for row in batch], cpu)
         for position, row in enumerate(batch):
             assert (token_ids[position], logprobs[position]) == (alone[row][0][0], alone[row][1][0]), (row, batch)
 
@@ -257,7 +258,7 @@ def test_logprobs_are_of_the_raw_distribution():
     expected = torch.log_softmax(logits_V.double(), -1).numpy()
     sampling = {"temperature": 0.3, "repetition_penalty": 1.5, "logit_bias": ((3, 5.0),), "top_k": 3}
     seq = sequence(num_logprobs=4, **sampling)
-    [token], [logprobs] = sampler.sample(logits_V[None].clone(), [seq])
+    [token], [logprobs] = sampler.sample(logits_V[None].clone(), [seq], cpu)
     order = np.argsort(-expected, kind="stable")
     assert logprobs.num_alternatives == 4
     assert ints(logprobs.top_token_ids).tolist() == order[:4].tolist()
@@ -269,7 +270,7 @@ def test_logprobs_are_of_the_raw_distribution():
 def test_zero_alternatives_are_the_token_alone_and_none_is_nothing():
     logits_SV = random_logits(2, 100)
     seqs = [sequence(num_logprobs=0, temperature=0.0), sequence(temperature=0.0)]
-    token_ids, logprobs = sampler.sample(logits_SV.clone(), seqs)
+    token_ids, logprobs = sampler.sample(logits_SV.clone(), seqs, cpu)
     expected = logits_SV[0].log_softmax(-1)[token_ids[0]].numpy().tobytes()
     assert logprobs == [Logprobs(0, expected, pack_ids([1])), None]
 
@@ -282,7 +283,7 @@ def test_logits_that_are_not_finite_neither_raise_nor_touch_a_neighbour(value, s
     clean, broken = sequence(seed=3), sequence(**sampling)
     expected = sample_one(logits_SV[1], clean)
     with caplog.at_level(logging.WARNING):
-        token_ids, _ = sampler.sample(logits_SV, [broken, clean])
+        token_ids, _ = sampler.sample(logits_SV, [broken, clean], cpu)
     assert 0 <= token_ids[0] < 512
     assert token_ids[1] == expected
     assert "not finite" in caplog.text

@@ -6,6 +6,7 @@ from torch import Tensor
 from executor.inputs import StepInputs
 from executor.memory import allocate_kv_caches
 from executor.runner import ModelRunner
+from kernels import cpu
 
 MODULUS = 8191
 
@@ -51,4 +52,4 @@ def digest(tokens: list[float]) -> int:
 def make_runner(model: CacheModel | None = None, *, block_size: int = 4, num_blocks: int = 32) -> ModelRunner:
     """Return a runner of a CacheModel."""
     kv_caches = allocate_kv_caches([(1, 1, 1)], num_blocks, block_size, torch.float32, torch.device("cpu"))
-    return ModelRunner(model or CacheModel(), kv_caches, block_size=block_size, num_blocks=num_blocks)
+    return ModelRunner(model or CacheModel(), kv_caches, cpu, block_size=block_size, num_blocks=num_blocks)

@@ -10,6 +10,7 @@ import torch
 from executor.memory import allocate_kv_caches
 from executor.models import Decoder
 from executor.runner import ModelRunner
+from kernels import cpu
 from protocol.messages import Logprobs, NeedInit, Step, StepResult
 from protocol.sampling import SamplingParams
 from scheduler import scheduler
@@ -55,7 +56,7 @@ class SchedulerWithRunner:
         )
         kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
         self.scheduler = Scheduler(limits)
-        self.runner = ModelRunner(decoder, kv_caches, block_size=block_size, num_blocks=num_blocks)
+        self.runner = ModelRunner(decoder, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks)
         self.steps_ahead = steps_ahead
         self.planned: list[PlannedStep] = []  # every step so far
         self.max_used_blocks = 0

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import reference
+from kernels import cpu, reference
 from tests.fakes.paged_batches import Sequences, paged_batch, random_sequences
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -44,7 +43,7 @@ def test_mixed_batch_equals_reference(
     batch = paged_batch(sequences, MIXED, block_size)
     scale = head_size**-0.5
     expected = reference.paged_attention(*_without_nan(batch), scale, window)
-    torch.testing.assert_close(kernels.paged_attention(*batch, scale, window), expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(cpu.paged_attention(*batch, scale, window), expected, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -56,14 +55,14 @@ def test_bits_do_not_depend_on_batch_chunks_blocks_or_threads(
     sequences = random_sequences([length, 300, 45], 6, 2, 64, dtype)
     whole = _attend(sequences, [(0, 0, length)], 16, window)
     for block_size, chunk, num_threads in ((1, 333, 2), (8, 64, 1), (16, 7, 2), (32, 50, 1), (24, 1_000, 2)):
-        kernels.cpu.set_num_threads(num_threads)
+        cpu.set_num_threads(num_threads)
         for start in range(max(0, length - 4 * chunk), length, chunk):
             end = min(start + chunk, length)
             assert torch.equal(_attend(sequences, [(0, start, end)], block_size, window), whole[start:end])
     for position in (0, 1, 31, 32, 99, 100, 511, 512, 700, 1_023, 1_024, 1_099):
         neighbours = [(1, 0, 300), (0, position, position + 1), (2, 44, 45), (1, 250, 300)]
         for block_size, num_threads in ((1, 1), (8, 2), (16, 1), (32, 2)):
-            kernels.cpu.set_num_threads(num_threads)
+            cpu.set_num_threads(num_threads)
             single = _attend(sequences, [(0, position, position + 1)], block_size, window)
             assert torch.equal(single, whole[position : position + 1])
         among = _attend(sequences, neighbours, 16, window, seed=position)
@@ -77,7 +76,7 @@ def test_bits_of_a_long_single_step_do_not_depend_on_the_split(num_kv_heads: int
     step = [(0, length - 1, length)]
     split = _attend(sequences, step, 16, None)
     together = _attend(sequences, step * 9, 16, None)
-    kernels.cpu.set_num_threads(1)
+    cpu.set_num_threads(1)
     assert torch.equal(split, _attend(sequences, step, 16, None))
     for copy in together:
         assert torch.equal(split[0], copy)
@@ -97,14 +96,14 @@ def test_large_scores_do_not_overflow() -> None:
     sequences.q[0].mul_(1e4)
     batch = paged_batch(sequences, [(0, 0, 90)], 16)
     expected = reference.paged_attention(*_without_nan(batch), 1.0)
-    torch.testing.assert_close(kernels.paged_attention(*batch, 1.0), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(cpu.paged_attention(*batch, 1.0), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_queries_may_be_a_slice() -> None:
     sequences = random_sequences([20], 4, 2, 32, FLOAT32)
     q, *rest = paged_batch(sequences, [(0, 0, 20)], 16)
     qkv = torch.cat([q, q], dim=1)
-    assert torch.equal(kernels.paged_attention(qkv[:, :4], *rest, 0.1), kernels.paged_attention(q, *rest, 0.1))
+    assert torch.equal(cpu.paged_attention(qkv[:, :4], *rest, 0.1), cpu.paged_attention(q, *rest, 0.1))
 
 
 def test_sequences_without_queries_are_skipped() -> None:
@@ -130,30 +129,30 @@ def test_indices_that_point_outside_are_refused(wrong: str) -> None:
         case "cu_seqlens_q":
             cu_seqlens_q[2] = 7
     with pytest.raises(IndexError, match="sequence 1"):
-        kernels.paged_attention(*batch, 0.1)
+        cpu.paged_attention(*batch, 0.1)
 
 
 def test_shapes_and_dtypes_that_do_not_fit_are_refused() -> None:
     sequences = random_sequences([20], 4, 2, 32, FLOAT32)
     q, k_cache, v_cache, tables, cu_seqlens_q, seq_lens = paged_batch(sequences, [(0, 19, 20)], 16)
     with pytest.raises(ValueError, match="bfloat16"):
-        kernels.paged_attention(q.bfloat16(), k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
+        cpu.paged_attention(q.bfloat16(), k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
     with pytest.raises(ValueError, match="v_cache has shape"):
-        kernels.paged_attention(q, k_cache, v_cache[1:], tables, cu_seqlens_q, seq_lens, 0.1)
+        cpu.paged_attention(q, k_cache, v_cache[1:], tables, cu_seqlens_q, seq_lens, 0.1)
     with pytest.raises(ValueError, match="evenly"):
-        kernels.paged_attention(q[:, :3], k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
+        cpu.paged_attention(q[:, :3], k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
     with pytest.raises(ValueError, match="int32"):
-        kernels.paged_attention(q, k_cache, v_cache, tables.long(), cu_seqlens_q, seq_lens, 0.1)
+        cpu.paged_attention(q, k_cache, v_cache, tables.long(), cu_seqlens_q, seq_lens, 0.1)
     with pytest.raises(ValueError, match="sliding_window"):
-        kernels.paged_attention(q, k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1, 0)
-    with pytest.raises(NotImplementedError, match="meta"):
-        kernels.paged_attention(q.to("meta"), k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
+        cpu.paged_attention(q, k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1, 0)
+    with pytest.raises(ValueError, match="on meta"):
+        cpu.paged_attention(q.to("meta"), k_cache, v_cache, tables, cu_seqlens_q, seq_lens, 0.1)
 
 
 def _attend(
     sequences: Sequences, computed: list[tuple[int, int, int]], block_size: int, window: int | None, seed: int = 0
 ) -> Tensor:
-    return kernels.paged_attention(*paged_batch(sequences, computed, block_size, seed), 0.125, window)
+    return cpu.paged_attention(*paged_batch(sequences, computed, block_size, seed), 0.125, window)
 
 
 def _without_nan(batch: tuple[Tensor, ...]) -> list[Tensor]:

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import kernels
-from kernels import reference
+from kernels import cpu, reference
 
 NUM_ROWS = 64
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -30,7 +29,7 @@ def arguments(vocab_size: int, scale: float) -> Arguments:
 @pytest.mark.parametrize("scale", [0.1, 3.0, 20.0])
 def test_draw_equals_reference(vocab_size: int, scale: float) -> None:
     given = arguments(vocab_size, scale)
-    assert torch.equal(kernels.draw(*given), reference.draw(*given))
+    assert torch.equal(cpu.draw(*given), reference.draw(*given))
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
@@ -40,23 +39,23 @@ def test_of_equals_the_lower_ids_are_kept_and_those_of_no_weight_never(top_k: in
     assert (probs_RV == 0).any()
     probs_RV[:, 39] = 1 / 64
     given = probs_RV, torch.full((NUM_ROWS,), top_k), (top_p_R * 16).ceil() / 16, min_p_R, uniform_R
-    token_ids_R = kernels.draw(*given)
+    token_ids_R = cpu.draw(*given)
     assert torch.equal(token_ids_R, reference.draw(*given))
     assert probs_RV.gather(1, token_ids_R[:, None]).min() > 0
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     given = arguments(5000, 2.0)
-    together = kernels.draw(*given)
+    together = cpu.draw(*given)
     for row in range(NUM_ROWS):
-        assert kernels.draw(*(tensor[row : row + 1] for tensor in given)).tolist() == [together[row]]
+        assert cpu.draw(*(tensor[row : row + 1] for tensor in given)).tolist() == [together[row]]
 
 
 def test_what_does_not_fit_is_refused() -> None:
     probs_RV, top_k_R, *limits = arguments(7, 1.0)
     with pytest.raises(ValueError, match="float32 is needed"):
-        kernels.draw(probs_RV.double(), top_k_R, *limits)
+        cpu.draw(probs_RV.double(), top_k_R, *limits)
     with pytest.raises(ValueError, match="top_k is"):
-        kernels.draw(probs_RV, top_k_R.int(), *limits)
+        cpu.draw(probs_RV, top_k_R.int(), *limits)
     with pytest.raises(ValueError, match="top_k has shape"):
-        kernels.draw(probs_RV, top_k_R[:3], *limits)
+        cpu.draw(probs_RV, top_k_R[:3], *limits)

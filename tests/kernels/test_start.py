@@ -19,7 +19,7 @@ import kernels
 import torch
 x = torch.ones(4096, 32)
 kernels.cpu.set_num_threads(2)
-kernels.rms_norm(x, torch.ones(32), 1e-5)
+kernels.cpu.rms_norm(x, torch.ones(32), 1e-5)
 (x.T @ x).sum()
 print(len(kernels.cpu.openmp_libraries()))
 """
@@ -27,7 +27,7 @@ print(len(kernels.cpu.openmp_libraries()))
 NORM = """
 import kernels
 import torch
-print(kernels.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
+print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 """
 
 

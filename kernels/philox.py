@@ -1,21 +1,13 @@
-"""Counter-based random numbers: a pure function of seed, output position and purpose, so that nothing needs replaying.
+"""Counter-based random numbers: a pure function of seed, position and purpose, so that nothing needs replaying.
 
 Philox-2x64-10 of Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (SC 2011): the seed is the key, position
 and purpose are the counter.
 """
 
-from enum import IntEnum
-
 MASK = (1 << 64) - 1
 MULTIPLIER = 0xD2B74407B1CE6E93
 KEY_STEP = 0x9E3779B97F4A7C15  # the golden ratio
 NUM_ROUNDS = 10
-
-
-class Purpose(IntEnum):
-    """What a number is drawn for: purposes at one position are independent of one another."""
-
-    SAMPLE = 0
 
 
 def philox(key: int, low: int, high: int) -> tuple[int, int]:
@@ -27,6 +19,6 @@ def philox(key: int, low: int, high: int) -> tuple[int, int]:
     return low, high
 
 
-def uniform(seed: int, position: int, purpose: Purpose) -> float:
-    """Return a number in [0, 1), a multiple of 2**-53. `seed` has 64 bits; `position` counts output tokens from 0."""
-    return (philox(seed, position, purpose)[0] >> 11) * 2.0**-53
+def uniform(seed: int, position: int, purpose: int) -> float:
+    """Return a number in [0, 1), a multiple of 2**-53, of the lowest 64 bits of `seed`."""
+    return (philox(seed & MASK, position, purpose)[0] >> 11) * 2.0**-53

@@ -1,0 +1,129 @@
+"""What a set of kernels offers: functions on tensors, the same ones for every kind of device.
+
+Legend of the shapes
+    T tokens of this step, packed without padding; S sequences; H query heads; K key/value heads;
+    D head size (that of V may differ from that of K); N blocks; P tokens a block; M blocks a sequence, at most;
+    E hidden size; I intermediate size; R rotary components, or rows; V vocabulary
+
+The cache, for each layer
+    k_cache_NKDP  keys; within a block and head the P tokens of one component lie side by side
+    v_cache_NKPD  values; within a block and head the D components of one token lie side by side
+A token's slot is block * P + its offset in the block. Both caches are contiguous, in the dtype of q, k and v, or in
+float8_e4m3fn where a backend says so. What a cache holds in slots that nobody reads is never looked at.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kernels.groupwise import GroupwiseWeight
+
+
+class Backend(Protocol):
+    """The functions that a model is made of; a module of this package has them."""
+
+    def store_kv(
+        self, k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor
+    ) -> None:
+        """Write this step's keys and values into the caches, in place.
+
+        slot_mapping_T (int64) says where each token goes; a negative slot is skipped. Raises ValueError on shapes or
+        dtypes that do not fit; on the CPU IndexError on a slot beyond the cache (nothing is written then).
+        """
+
+    def rotate_and_store_kv(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_sin_PR: Tensor,
+        positions_T: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+        slot_mapping_T: Tensor,
+    ) -> None:
+        """Rotate queries in place and keys on their way into the cache; store keys and values as `store_kv` does.
+
+        What is left in k is undefined. The rotation is by positions (int64) and in float32. cos_sin_PR (float32) has a
+        row for each position: R / 2 cosines, then R / 2 sines. Component i of the first R is paired with i + R / 2 (as
+        in GPT-NeoX and Llama); components from R on stay. q, k and v may be slices of one tensor, as long as the heads
+        of a token lie side by side. Raises ValueError as `store_kv` does; on the CPU IndexError on a position that the
+        table lacks.
+        """
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+        block_tables_SM: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens_S: Tensor,
+        scale: float,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        sinks_H: Tensor | None = None,
+        alibi_slopes_H: Tensor | None = None,
+    ) -> Tensor:
+        """Return out_THD (D of the values, q's dtype): causal attention of packed queries over the paged cache.
+
+        The queries of sequence s are the tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1] (int32, S + 1; at least one),
+        the last of its seq_lens_S[s] tokens (int32), whose keys and values are already stored in the blocks
+        block_tables_SM[s] (int32). Query i of n stands at position seq_len - n + i and sees itself and what is before
+        it; with a sliding window of w, the last w positions, itself included. H is a multiple of K: head h uses
+        key/value head h // (H / K).
+
+        A score is scale * (q . k); with a soft cap c it becomes c * tanh(score / c); with ALiBi (float32) slope *
+        (key's position - query's) is added. A head's sink (float32) is one more score in the softmax's sum, without a
+        value. Raises ValueError on shapes or dtypes that do not fit; on the CPU IndexError if lengths or tables point
+        outside.
+        """
+
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Return x / sqrt(mean(x**2) + eps) * weight over the last dimension, for any leading ones.
+
+        Computed in float32, rounded once to the dtype of x, which weight_E shares. Also norms q or k by head (x_THD).
+        """
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """Add x to the residual (float32) in place; return rms_norm(residual) in x's dtype, which weight_E shares."""
+
+    def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
+        """Return silu(gate) * up as out_TI, where gate is the first half of the last dimension and up the second."""
+
+    def scale_to_probs(self, logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+        """Return softmax(logits / temperature) as probs_RV, float32; the logits (float32) may be overwritten."""
+
+    def draw(self, probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
+        """Return a token of each row (int64), drawn by inverse CDF in the order of token ids.
+
+        probs_RV (float32) need not add up to 1. Kept are the top_k likeliest tokens (int64; 0: all); of these the
+        likeliest of which those before have less than top_p of the mass; of these the ones with at least min_p times
+        the largest probability. Among equals the lower token id counts as the likelier. uniform_R lies in [0, 1); it,
+        top_p_R and min_p_R are float64. A token of probability 0 is never drawn. Raises ValueError on other shapes or
+        dtypes.
+        """
+
+    def uniform(self, seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
+        """Return numbers in [0, 1), float64: a pure function of seed (int64, all its bits), position and purpose.
+
+        The first word of Philox-2x64-10 (Salmon et al., 2011) with the seed as key and (position, purpose) as counter,
+        its upper 53 bits.
+        """
+
+    def gather_logprobs(self, logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's log_softmax at its token (float32), and the token's rank, from 1 (int32)."""
+
+    def pack_linear(self, weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> Any:
+        """Return a linear layer of N outputs in the form that its products take on this device.
+
+        The result is for `linear` of the same backend; its `form` says in words what it is, its `nbytes` what it
+        takes. A plain weight_NE is copied: drop it to free its memory. A GroupwiseWeight stays quantized.
+        """
+
+    def linear(self, x_TE: Tensor, layer: Any, out_dtype: torch.dtype | None = None) -> Tensor:
+        """Return x @ weight.T + bias as out_TN, in `out_dtype` or else the dtype of x, which a plain weight shares."""
+
+    def embedding(self, token_ids_T: Tensor, layer: Any, dtype: torch.dtype) -> Tensor:
+        """Return rows (x_TE) of the weight of a linear layer that was packed from a GroupwiseWeight."""
