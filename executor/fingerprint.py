@@ -22,7 +22,7 @@ def model_fingerprint(
     header are not noticed. Raises ValueError if a file is missing or damaged.
     """
     digest = hashlib.sha256()
-    inv_freq, attention_factor = rotary_frequencies(config.rope, config.head_dim, max_model_len)
+    inv_freq, attention_factor = rotary_frequencies(config.rope, config.rotary_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
         str(dtype).encode(),

@@ -7,6 +7,7 @@ import torch
 from executor.models.config import ModelConfig, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.layers import ALONE, TensorParallel
+from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
 from executor.weights import Checkpoint, DummyWeights, load_weights
 from kernels import Backend
@@ -36,11 +37,12 @@ def load_model(
     stderr (None: if it is a terminal). Raises ValueError if the checkpoint lacks a tensor, has one left over, or cannot
     be read; it names the tensor and the file.
     """
-    cos_sin_PR = rotary_table(config.rope, config.head_dim, max_model_len).to(device)
+    cos_sin_PR = rotary_table(config.rope, config.rotary_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, backend, parallel)
     if load_format == "dummy":
         load_weights(model, DummyWeights(seed), dtype, device, tied=model.tied, progress=progress)
     else:
         with Checkpoint(directory) as checkpoint:
-            load_weights(model, checkpoint, dtype, device, tied=model.tied, progress=progress)
+            source = renamed(checkpoint, config)
+            load_weights(model, source, dtype, device, tied=model.tied, progress=progress)
     return model

@@ -1,12 +1,14 @@
 """What a checkpoint's config.json says about its architecture, read once: an architecture is a row."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 import torch
 
+from executor.models.older import Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,6 +23,9 @@ class Architecture:
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: Literal["none", "all", "layer_types"] = "none"
+    rotary_share: float = 1.0  # of a head's components, the first ones
+    renaming: str | None = None  # of `executor.models.renaming`, where weights have other names
+    translate: Callable[[dict[str, Any]], Translated] | None = None  # of a config.json with other keys
 
 
 ARCHITECTURES = {
@@ -28,6 +33,11 @@ ARCHITECTURES = {
     "MistralForCausalLM": Architecture(sliding_window="all"),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, sliding_window="layer_types"),
     "Qwen3ForCausalLM": Architecture(reads_attention_bias=True, qk_norm=True, sliding_window="layer_types"),
+    "BaichuanForCausalLM": Architecture(renaming="baichuan", translate=translate_baichuan),
+    "BaiChuanForCausalLM": Architecture(renaming="baichuan", translate=translate_baichuan),
+    "ChatGLMModel": Architecture(rotary_share=0.5, renaming="chatglm", translate=translate_chatglm),
+    "ChatGLMForConditionalGeneration": Architecture(rotary_share=0.5, renaming="chatglm", translate=translate_chatglm),
+    "QWenLMHeadModel": Architecture(qkv_bias=True, renaming="qwen", translate=translate_qwen),
 }
 
 
@@ -43,9 +53,11 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int
     rms_norm_eps: float
     max_position_embeddings: int
     rope: Rope
+    alibi: bool  # attention by distance (Press et al., arXiv:2108.12409) in the place of rotation
     sliding_windows: tuple[int | None, ...]  # a layer's, in tokens; None attends to everything
     dtype: torch.dtype  # the checkpoint's
     tie_word_embeddings: bool
@@ -53,6 +65,8 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    normalized_head: bool  # rows of lm_head have length 1
+    renaming: str | None
 
     @property
     def default_max_model_len(self) -> int:
@@ -110,8 +124,10 @@ def read_model_config(directory: Path) -> ModelConfig:
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
         row = _row(raw.architectures)
-        checkpoint = msgspec.json.decode(path.read_bytes(), type=_Checkpoint)
-        return _resolve(raw.architectures[0], row, checkpoint)
+        keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        keys, traits = row.translate(keys) if row.translate else (keys, {})
+        config = _resolve(raw.architectures[0], row, msgspec.convert(keys, _Checkpoint))
+        return replace(config, **traits)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
     except ValueError as error:
@@ -128,6 +144,7 @@ def _row(architectures: list[str]) -> Architecture:
 def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> ModelConfig:
     _refuse_unsupported(checkpoint)
     attention_bias = row.reads_attention_bias and checkpoint.attention_bias
+    head_dim = checkpoint.head_dim or checkpoint.hidden_size // checkpoint.num_attention_heads
     config = ModelConfig(
         architecture=architecture,
         vocab_size=checkpoint.vocab_size,
@@ -136,10 +153,12 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
         num_layers=checkpoint.num_hidden_layers,
         num_heads=checkpoint.num_attention_heads,
         num_kv_heads=checkpoint.num_key_value_heads or checkpoint.num_attention_heads,
-        head_dim=checkpoint.head_dim or checkpoint.hidden_size // checkpoint.num_attention_heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * row.rotary_share),
         rms_norm_eps=checkpoint.rms_norm_eps,
         max_position_embeddings=checkpoint.max_position_embeddings,
         rope=_rope(checkpoint),
+        alibi=False,
         sliding_windows=_sliding_windows(row, checkpoint),
         dtype=_dtype(checkpoint),
         tie_word_embeddings=bool(checkpoint.tie_word_embeddings),
@@ -147,6 +166,8 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
         o_bias=attention_bias,
         mlp_bias=row.reads_mlp_bias and checkpoint.mlp_bias,
         qk_norm=row.qk_norm,
+        normalized_head=False,
+        renaming=row.renaming,
     )
     _check_heads(config)
     return config
@@ -165,7 +186,7 @@ def _check_heads(config: ModelConfig) -> None:
         raise ValueError(
             f"num_attention_heads ({config.num_heads}) is no multiple of num_key_value_heads ({config.num_kv_heads})"
         )
-    if config.head_dim % 2:
+    if config.head_dim % 2 or config.rotary_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd: rotary embeddings need pairs")
 
 

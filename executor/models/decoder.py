@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.inputs import StepInputs
+from executor.models.alibi import alibi_slopes
 from executor.models.config import ModelConfig
 from executor.models.layers import (
     ALONE,
@@ -28,8 +29,14 @@ from kernels import Backend
 
 class Attention(Module):
     def __init__(
-        self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel, backend: Backend
+        self,
+        config: ModelConfig,
+        sliding_window: int | None,
+        alibi_slopes_H: Tensor | None,
+        parallel: TensorParallel,
+        backend: Backend,
     ) -> None:
+        """`alibi_slopes_H` are those of all ranks' heads; with them nothing is rotated."""
         super().__init__()
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -47,6 +54,8 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = config.head_dim
         self.sliding_window = sliding_window
+        own_heads = slice(parallel.rank * self.num_heads, (parallel.rank + 1) * self.num_heads)
+        self.alibi_slopes_H = None if alibi_slopes_H is None else alibi_slopes_H[own_heads]
         self.backend = backend
 
     def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
@@ -55,9 +64,12 @@ class Attention(Module):
         q_THD, k_TKD, v_TKD = torch.split(qkv_TXD, heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        self.backend.rotate_and_store_kv(
-            q_THD, k_TKD, v_TKD, cos_sin_PR, inputs.positions_T, *kv_cache, inputs.slot_mapping_T
-        )
+        if self.alibi_slopes_H is None:
+            self.backend.rotate_and_store_kv(
+                q_THD, k_TKD, v_TKD, cos_sin_PR, inputs.positions_T, *kv_cache, inputs.slot_mapping_T
+            )
+        else:
+            self.backend.store_kv(k_TKD, v_TKD, *kv_cache, inputs.slot_mapping_T)
         out_THD = self.backend.paged_attention(
             q_THD,
             *kv_cache,
@@ -66,6 +78,7 @@ class Attention(Module):
             inputs.seq_lens_S,
             self.head_dim**-0.5,
             self.sliding_window,
+            alibi_slopes_H=self.alibi_slopes_H,
         )
         return self.o_proj(out_THD.flatten(1))
 
@@ -84,11 +97,16 @@ class MLP(Module):
 
 class DecoderLayer(Module):
     def __init__(
-        self, config: ModelConfig, sliding_window: int | None, parallel: TensorParallel, backend: Backend
+        self,
+        config: ModelConfig,
+        sliding_window: int | None,
+        alibi_slopes_H: Tensor | None,
+        parallel: TensorParallel,
+        backend: Backend,
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
-        self.self_attn = Attention(config, sliding_window, parallel, backend)
+        self.self_attn = Attention(config, sliding_window, alibi_slopes_H, parallel, backend)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
         self.mlp = MLP(config, parallel, backend)
 
@@ -111,7 +129,8 @@ class DecoderStack(Module):
     def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        layers = [DecoderLayer(config, window, parallel, backend) for window in config.sliding_windows]
+        slopes_H = alibi_slopes(config.num_heads).to(cos_sin_PR.device) if config.alibi else None
+        layers = [DecoderLayer(config, window, slopes_H, parallel, backend) for window in config.sliding_windows]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)
         self.cos_sin_PR = cos_sin_PR

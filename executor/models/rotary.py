@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-# P positions, R rotary size (the head size): R / 2 cosines, then R / 2 sines
+# P positions, R rotary size (mostly the head size): R / 2 cosines, then R / 2 sines
 
 
 class Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,16 +54,16 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         return self.factor or self.max_position_embeddings / self.original_max_position_embeddings
 
 
-def rotary_table(rope: Rope, head_dim: int, max_model_len: int) -> Tensor:
+def rotary_table(rope: Rope, rotary_dim: int, max_model_len: int) -> Tensor:
     """Return cos_sin_PR, float32: the cosines and sines of every position below `max_model_len`."""
-    inv_freq, attention_factor = rotary_frequencies(rope, head_dim, max_model_len)
+    inv_freq, attention_factor = rotary_frequencies(rope, rotary_dim, max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat([angles.cos() * attention_factor, angles.sin() * attention_factor], dim=-1)
 
 
-def rotary_frequencies(rope: Rope, head_dim: int, max_model_len: int) -> tuple[Tensor, float]:
-    """Return the head_dim / 2 inverse frequencies, float32, and the factor on cosines and sines."""
-    return FREQUENCIES[rope.rope_type](rope, head_dim, max_model_len)
+def rotary_frequencies(rope: Rope, rotary_dim: int, max_model_len: int) -> tuple[Tensor, float]:
+    """Return the rotary_dim / 2 inverse frequencies, float32, and the factor on cosines and sines."""
+    return FREQUENCIES[rope.rope_type](rope, rotary_dim, max_model_len)
 
 
 def _exponents(head_dim: int) -> Tensor:
