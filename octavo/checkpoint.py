@@ -1,10 +1,11 @@
 """What a model's directory must have before anything is started on it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+from octavo.json_files import read_object
+from octavo.older import is_older
 
 INDEX = "model.safetensors.index.json"
 
@@ -17,8 +18,8 @@ def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, 
             f"{model} has no config.json, so {directory} is not a model in Hugging Face's format."
             + _other_formats(directory)
         )
-    config = _read_object(config_path)
-    if "auto_map" in config and not trust_remote_code and not _in_transformers(config):
+    config = read_object(config_path)
+    if "auto_map" in config and not (trust_remote_code or is_older(config) or _in_transformers(config)):
         raise ModelError(
             f"{model} (model_type {config.get('model_type')!r}) runs with Python code from its own repository, which "
             "is not executed unless you allow it. Read that code, then pass --trust-remote-code."
@@ -30,7 +31,7 @@ def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, 
 def _require_weights(directory: Path, model: str) -> None:
     index = directory / INDEX
     if index.is_file():
-        names = sorted(set(_read_object(index).get("weight_map", {}).values()))
+        names = sorted(set(read_object(index).get("weight_map", {}).values()))
         absent = [name for name in names if not (directory / name).is_file()]
         if absent or not names:
             raise ModelError(
@@ -48,16 +49,6 @@ def _other_formats(directory: Path) -> str:
     if any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.pt")):
         return " Its weights are pickles, which are not loaded: save them as safetensors (save_pretrained does)."
     return " Give a directory that save_pretrained made, a .gguf file or a Hugging Face id."
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} cannot be read: {error}. Download the model again.") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object. Download the model again.")
-    return content
 
 
 def _in_transformers(config: dict[str, Any]) -> bool:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from octavo.cache import build_once, models_directory
 from octavo.errors import ModelError
+from octavo.json_files import read_object
+from octavo.older import is_older, write_tokenizer
 
 SOURCES = (
     "tokenizer.model",
@@ -20,7 +22,8 @@ SOURCES = (
 def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) -> Path:
     """Return `directory` if it has tokenizer.json, else one in the cache that has, converted by transformers.
 
-    Raises ModelError if there is no tokenizer at all, or none that transformers can convert.
+    The tokenizers of older models, which came as code, are built by `octavo.older`. Raises ModelError if there is no
+    tokenizer at all, or none that can be converted.
     """
     if (directory / "tokenizer.json").is_file():
         return directory
@@ -35,18 +38,25 @@ def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) ->
 
 
 def _convert(directory: Path, partial: Path, model: str, trust_remote_code: bool) -> None:
+    partial.mkdir()
+    if is_older(read_object(directory / "config.json")):
+        write_tokenizer(directory, partial, model)
+    else:
+        _convert_by_transformers(directory, partial, model, trust_remote_code)
+    for path in directory.iterdir():
+        if not (partial / path.name).exists():
+            (partial / path.name).symlink_to(path.absolute())
+
+
+def _convert_by_transformers(directory: Path, partial: Path, model: str, trust_remote_code: bool) -> None:
     from transformers import AutoTokenizer
 
-    partial.mkdir()
     try:
         AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code).save_pretrained(partial)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelError(_refusal(model, str(error))) from error
     if not (partial / "tokenizer.json").is_file():
         raise ModelError(_refusal(model, "it exists as Python code only"))
-    for path in directory.iterdir():
-        if not (partial / path.name).exists():
-            (partial / path.name).symlink_to(path.absolute())
 
 
 def _refusal(model: str, cause: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from executor.models.older import Translated, translate_baichuan, translate_chatglm, translate_qwen
+from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -125,7 +125,7 @@ def read_model_config(directory: Path) -> ModelConfig:
         raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
         row = _row(raw.architectures)
         keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-        keys, traits = row.translate(keys) if row.translate else (keys, {})
+        keys, traits = row.translate(keys) if row.translate else (keys, Traits())
         config = _resolve(raw.architectures[0], row, msgspec.convert(keys, _Checkpoint))
         return replace(config, **traits)
     except FileNotFoundError:

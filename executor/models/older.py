@@ -4,14 +4,22 @@ Each function takes what one of those files says. What their code would compute 
 was read, and is never run.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
 
+class Traits(TypedDict, total=False):
+    """What no key of today says, by the names of ModelConfig."""
+
+    alibi: bool
+    normalized_head: bool
+    qkv_bias: bool
+
+
 class Translated(NamedTuple):
     keys: dict[str, Any]  # as `executor.models.config` reads them
-    traits: dict[str, bool]  # of ModelConfig: what no key of today says
+    traits: Traits
 
 
 class _Baichuan(msgspec.Struct):
@@ -80,6 +88,7 @@ def translate_chatglm(raw: dict[str, Any]) -> Translated:
         interleaved_qkv=False,
         quantization_bit=0,
         pre_seq_len=None,
+        vision_config=None,
     )
     said = msgspec.convert(raw, _ChatGLM)
     if said.rope_ratio != 1 and "chatglm2" in str(raw.get("_name_or_path")).lower():
@@ -106,7 +115,7 @@ def translate_qwen(raw: dict[str, Any]) -> Translated:
     of the sequence (`use_dynamic_ntk`) and scales queries by position (`use_logn_attn`).
     """
     _refuse_quantized(raw)
-    _require(raw, no_bias=True, scale_attn_weights=True, rotary_pct=1.0, use_cache_quantization=False)
+    _require(raw, no_bias=True, scale_attn_weights=True, rotary_pct=1.0, use_cache_quantization=False, visual=None)
     said = msgspec.convert(raw, _Qwen)
     keys = {key: raw[key] for key in KEPT if key in raw} | {
         "hidden_size": said.hidden_size,

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -140,7 +139,7 @@ def half_split(rows: Tensor, head_dim: int, rotary_dim: int) -> Tensor:
     queries and keys, both reordered, is the same.
     """
     order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
-    return rows.unflatten(0, (-1, head_dim))[:, torch.tensor(order, device=rows.device)].flatten(0, 1)
+    return rows.view(-1, head_dim, *rows.shape[1:])[:, order].flatten(0, 1)
 
 
 def _module(name: str) -> str:

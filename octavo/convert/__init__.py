@@ -1,6 +1,5 @@
 """A GGUF file as a Hugging Face directory: bf16 weights, tokenizer, chat template, configuration."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from octavo.convert.config import model_config
 from octavo.convert.metadata import GGUFFile
 from octavo.convert.tokenizer import build_tokenizer, tokenizer_config
 from octavo.convert.weights import plan_weights, write_safetensors
+from octavo.json_files import write_object
 
 
 def convert_gguf(path: Path, directory: Path) -> None:
@@ -25,9 +25,9 @@ def convert_gguf(path: Path, directory: Path) -> None:
     directory.mkdir()
     require_space(directory, sum(weight.num_bytes for weight in weights), f"converting {path.name}")
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(file))
-    _write_json(directory / "config.json", config)
-    _write_json(directory / "generation_config.json", _generation_config(file, config))
+    write_object(directory / "tokenizer_config.json", tokenizer_config(file))
+    write_object(directory / "config.json", config)
+    write_object(directory / "generation_config.json", _generation_config(file, config))
     write_safetensors(directory / "model.safetensors", weights, title=f"Converting {path.name}")
 
 
@@ -40,7 +40,3 @@ def _generation_config(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]
     if eos_token_ids:
         ids["eos_token_id"] = eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids
     return ids
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
