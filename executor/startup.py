@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 import kernels
-from executor.dtypes import choose_dtype
+from executor.dtypes import choose_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
 from executor.models import Decoder, ModelConfig, load_model, read_model_config
@@ -129,8 +129,7 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
 
 
 def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.device) -> torch.dtype:
-    has_bfloat16 = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16)
+    dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16(device))
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     return dtype
 

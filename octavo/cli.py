@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from octavo import __version__
+from octavo.dry_run import dry_run
 from octavo.errors import ModelError
 from octavo.launcher import LaunchError, listening_port, serve
 from octavo.resolve import pull, resolve_model
@@ -20,6 +21,10 @@ DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible A
   octavo pull Qwen/Qwen3-0.6B            download and convert, without serving
 """
 MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
+DRY_RUN_HELP = (
+    "serve nothing: print, from config.json alone, the memory of weights and KV cache, what fits here, and how many"
+    " devices it takes; the exit status is 0 if it fits this machine, else 1"
+)
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
     "server": ("host", "port", "api_key", "served_model_name", "log_level"),
@@ -82,6 +87,11 @@ def run_serve(config: Config) -> int:
     return 0
 
 
+def run_dry(config: Config) -> int:
+    configure_logging("octavo", config.log_level)
+    return dry_run(config)
+
+
 def run_pull(config: Config) -> int:
     configure_logging("octavo", config.log_level)
     print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
@@ -98,6 +108,7 @@ def _add_serve(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     )
     parser.set_defaults(command=run_serve)
     _add_model(parser)
+    parser.add_argument("--dry-run", action="store_const", dest="command", const=run_dry, help=DRY_RUN_HELP)
     for title, names in FLAG_GROUPS.items():
         add_flags(parser.add_argument_group(title), names)
 

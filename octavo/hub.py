@@ -18,12 +18,20 @@ def download_snapshot(model: str, *, with_code: bool, with_weights: bool) -> Pat
 
     Without a network, what is cached is used. Raises ModelError.
     """
+    patterns = [*SETTINGS, *TOKENIZER, *SENTENCEPIECE]
+    patterns += WEIGHTS if with_weights else ()
+    return _download(model, [*patterns, *(CODE if with_code else ())])
+
+
+def download_settings(model: str, *, with_code: bool) -> Path:
+    """Return a directory with the config.json of `model` and no more than other small files. Raises ModelError."""
+    return _download(model, [*SETTINGS, *(CODE if with_code else ())])
+
+
+def _download(model: str, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    patterns = [*SETTINGS, *TOKENIZER, *SENTENCEPIECE]
-    patterns += WEIGHTS if with_weights else ()
-    patterns += CODE if with_code else ()
     try:
         return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=list(IGNORED)))
     except (HFValidationError, OSError, HTTPError) as error:

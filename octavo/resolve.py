@@ -9,7 +9,7 @@ from octavo.checkpoint import require_checkpoint
 from octavo.convert import convert_gguf
 from octavo.demo import DEMO_NAME, demo_directory
 from octavo.errors import ModelError
-from octavo.hub import download_snapshot
+from octavo.hub import download_settings, download_snapshot
 from octavo.tokenizer import with_tokenizer_json
 
 # Counts up when converting the same file gives another directory.
@@ -45,18 +45,39 @@ def pull(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
     return resolve_model(model, trust_remote_code=trust_remote_code).directory
 
 
+def resolve_config(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
+    """Return a local directory with the config.json of `model`; of a Hugging Face id only small files are fetched.
+
+    Raises ModelError, also for what is converted before it has a config.json: a GGUF file, or None for the demo.
+    """
+    if model is None or Path(model).expanduser().is_file():
+        raise ModelError(
+            f"{model or 'the demo model'} is a GGUF file, which has no config.json to read. Give --dry-run a directory "
+            "or a Hugging Face id."
+        )
+    directory = _local_directory(model) or download_settings(model, with_code=trust_remote_code)
+    require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=False)
+    return directory
+
+
 def _locate(model: str, trust_remote_code: bool, needs_weights: bool) -> Path:
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _gguf_directory(path)
+    return _local_directory(model) or download_snapshot(model, with_code=trust_remote_code, with_weights=needs_weights)
+
+
+def _local_directory(model: str) -> Path | None:
+    """Return the directory `model`, None for a Hugging Face id. Raises ModelError if it can be neither."""
     path = Path(model).expanduser()
     if model and path.is_dir():
         return path.absolute()
-    if path.is_file():
-        return _gguf_directory(path)
     if not model or _looks_like_a_path(model):
         raise ModelError(
             f"there is no file or directory {model!r}. MODEL is a directory with config.json, a .gguf file, a Hugging "
             "Face id such as org/name, or absent for the demo."
         )
-    return download_snapshot(model, with_code=trust_remote_code, with_weights=needs_weights)
+    return None
 
 
 def _looks_like_a_path(model: str) -> bool:

@@ -118,15 +118,21 @@ class _Checkpoint(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported."""
+def read_model_config(directory: Path, *, counts_only: bool = False) -> ModelConfig:
+    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported.
+
+    `counts_only` lets quantized weights pass, for who reads none.
+    """
     path = directory / "config.json"
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
         row = _row(raw.architectures)
         keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         keys, traits = row.translate(keys) if row.translate else (keys, Traits())
-        config = _resolve(raw.architectures[0], row, msgspec.convert(keys, _Checkpoint))
+        checkpoint = msgspec.convert(keys, _Checkpoint)
+        if not counts_only:
+            _refuse_quantized(checkpoint)
+        config = _resolve(raw.architectures[0], row, checkpoint)
         return replace(config, **traits)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
@@ -176,6 +182,9 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
 def _refuse_unsupported(checkpoint: _Checkpoint) -> None:
     if checkpoint.hidden_act != "silu":
         raise ValueError(f"hidden_act {checkpoint.hidden_act!r} is not supported; supported: silu")
+
+
+def _refuse_quantized(checkpoint: _Checkpoint) -> None:
     if checkpoint.quantization_config is not None:
         method = checkpoint.quantization_config.get("quant_method", "unnamed")
         raise ValueError(f"quantization_config is not supported (its quant_method is {method!r})")

@@ -1,5 +1,6 @@
 """The command line: what it takes, what it refuses, and that it says what to do instead."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -83,6 +84,32 @@ def test_a_model_that_is_not_there_is_one_paragraph(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().err
     assert "missing.gguf" in said
     assert "Traceback" not in said
+
+
+def test_a_dry_run_says_what_a_model_takes_and_starts_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 320, "max_position_embeddings": 256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["serve", str(tmp_path), "--dry-run", "--dtype", "float32", "--kv-cache-memory-bytes"]
+    assert main([*arguments, "1MiB"]) == 0
+    assert (
+        "1.00 MiB (as set by kv_cache_memory_bytes): 1,024 tokens, 4.0 sequences of max_model_len"
+        in capfd.readouterr().out
+    )
+    assert main([*arguments, "1KiB"]) == 1
+    assert "fits                    no" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("model", [[], ["tiny.gguf"]])
+def test_a_dry_run_needs_a_config(
+    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.gguf").touch()
+    assert main(["serve", *model, "--dry-run"]) == 1
+    assert "is a GGUF file, which has no config.json to read" in capsys.readouterr().err
 
 
 def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,9 +36,12 @@ UNWANTED = dict.fromkeys(UNWANTED_NAMES, b"large")
 RESOLVE = """
 import sys
 from octavo.errors import ModelError
-from octavo.resolve import resolve_model
+from octavo.resolve import resolve_config, resolve_model
 try:
-    print(resolve_model(sys.argv[1], needs_weights="--dummy" not in sys.argv))
+    if "--config" in sys.argv:
+        print(resolve_config(sys.argv[1]))
+    else:
+        print(resolve_model(sys.argv[1], needs_weights="--dummy" not in sys.argv))
 except ModelError as error:
     print("refused:", error)
 """
@@ -87,6 +90,12 @@ def test_random_weights_need_no_download_of_weights(tmp_path: Path) -> None:
         assert not [name for name in hub.downloaded if "safetensors" in name]
         # A process without the network must not take the rest of the snapshot for the whole.
         assert "HF_HUB_OFFLINE forbids" in resolve("org/tiny", tmp_path, hub.endpoint, HF_HUB_OFFLINE="1")
+
+
+def test_a_dry_run_fetches_settings_alone(tmp_path: Path) -> None:
+    with running(FakeHub(WANTED)) as hub:
+        assert resolve("org/tiny", tmp_path, hub.endpoint, "--config") == str(snapshot(tmp_path))
+    assert sorted(hub.downloaded) == ["chat_template.jinja", "config.json", "generation_config.json"]
 
 
 def test_a_repository_without_safetensors_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
