@@ -73,7 +73,7 @@ def main() -> int:
 def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
     """Read config.json. Raises ValueError if the model cannot be served."""
     directory = Path(config.model)
-    raw: dict[str, Any] = msgspec.json.decode((directory / "config.json").read_bytes())
+    raw = _read_config(directory / "config.json")
     form = weight_form(raw.get("quantization_config"), getattr(config, "quantization", "auto"))
     if set(raw.get("architectures") or ()) & ARCHITECTURES.keys():
         model = read_model_config(directory, counts_only=True)
@@ -87,6 +87,13 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
         architecture, tier, checkpoint_dtype = other.architecture, "transformers' modelling code", other.dtype
     dtype, _ = choose_dtype(config.dtype, checkpoint_dtype, GPU, has_bfloat16=True)
     return Plan(architecture, tier, footprints, form, dtype, max_model_len)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
 
 
 def this_machine(config: Config, plan: Plan, device: torch.device) -> Machine:

@@ -81,6 +81,59 @@ def test_llama_3_8b(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("config_json", "num_parameters"),
+    [
+        (
+            {
+                "architectures": ["ChatGLMModel"],
+                "add_qkv_bias": True,
+                "ffn_hidden_size": 13696,
+                "hidden_size": 4096,
+                "kv_channels": 128,
+                "multi_query_attention": True,
+                "multi_query_group_num": 2,
+                "num_attention_heads": 32,
+                "num_layers": 28,
+                "padded_vocab_size": 65024,
+                "seq_length": 8192,
+            },
+            6_243_584_000,
+        ),
+        (
+            {
+                "architectures": ["QWenLMHeadModel"],
+                "hidden_size": 4096,
+                "intermediate_size": 22016,
+                "kv_channels": 128,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 32,
+                "seq_length": 8192,
+                "vocab_size": 151936,
+            },
+            7_721_324_544,
+        ),
+        (
+            {
+                "architectures": ["BaichuanForCausalLM"],
+                "hidden_size": 5120,
+                "intermediate_size": 13696,
+                "model_max_length": 4096,
+                "num_attention_heads": 40,
+                "num_hidden_layers": 40,
+                "vocab_size": 125696,
+            },
+            13_896_668_160,
+        ),
+    ],
+    ids=["chatglm3-6b", "qwen-7b", "baichuan2-13b"],
+)
+def test_older_models_have_the_parameters_they_were_published_with(
+    config_json: dict[str, Any], num_parameters: int, tmp_path: Path
+) -> None:
+    assert plan_of(tmp_path, config_json).whole.num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(
     ("usable_bytes", "room_bytes", "expected"),
     [(17 * GIB, 2 * GIB, True), (17 * GIB, GIB - 1, False), (16 * GIB, 2 * GIB, False)],
 )
@@ -164,5 +217,7 @@ def test_other_architectures_are_counted_by_transformers(architecture: str, tmp_
 
 
 def test_what_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
+        make_plan(msgspec.structs.replace(Config(), model=str(tmp_path)), CPU)
     with pytest.raises(ValueError, match="transformers cannot build it"):
         plan_of(tmp_path, {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})

@@ -11,11 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.models import Decoder, load_model, read_model_config
+from executor.models import Decoder, TensorParallel, load_model, read_model_config
+from executor.models.config import ARCHITECTURES
 from executor.models.layers import Shard
 from executor.models.renaming import renamed
 from executor.weights import Checkpoint
 from kernels import cpu
+from octavo.older import FAMILIES
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
 from tests.fakes.paged_decoding import assert_greedy, greedy_tokens
@@ -134,6 +136,13 @@ def test_ranks_read_their_part_of_a_stack(name: str, tmp_path: Path) -> None:
     assert math.isclose(whole.sum(), theirs.sum(), rel_tol=1e-4)
 
 
+def test_ranks_have_the_slopes_of_their_heads(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "original", **ALL_HEADS)
+    older = make_older(tmp_path / "older", original, "baichuan", max_position_embeddings=None)
+    second = Decoder(read_model_config(older), torch.empty(0, 16), cpu, TensorParallel(1, 2))
+    assert second.model.layers[0].self_attn.alibi_slopes_H.tolist() == [2**-6, 2**-8]
+
+
 def test_a_missing_tensor_has_the_checkpoints_own_name(tmp_path: Path) -> None:
     older = make_older(tmp_path / "older", make_checkpoint(tmp_path / "original", **ALL_HEADS), "baichuan")
     tensors = load_file(older / "model.safetensors")
@@ -162,6 +171,10 @@ def test_what_is_computed_differently_is_refused_by_name(
     older = make_older(tmp_path / "older", original, family, **keys)
     with pytest.raises(ValueError, match=message):
         read_model_config(older)
+
+
+def test_each_of_them_has_a_tokenizer_without_its_code() -> None:
+    assert {name for name, row in ARCHITECTURES.items() if row.translate} == FAMILIES.keys()
 
 
 def test_the_first_qwen_reaches_to_the_length_of_its_training(tmp_path: Path) -> None:
