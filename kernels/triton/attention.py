@@ -56,9 +56,7 @@ VARYING = [
     "max_blocks",
     "num_heads",
     "num_kv_heads",
-    "head_chunks",
-    "value_chunks",
-    "q_stride_chunks",
+    "q_stride_units",
     "num_splits",
 ]
 
@@ -97,7 +95,7 @@ def paged_attention(
     if num_tokens == 0:
         return out_THD
     no_floats = q_THD.new_empty(0, dtype=torch.float32)
-    chunk = math.gcd(16, head_size, value_size, q_THD.stride(0))
+    q_alignment = math.gcd(16, q_THD.stride(0))  # lets the compiler see that queries can be loaded as vectors
     is_decode = num_tokens == num_seqs
     block_d, block_v = padded_size(head_size), padded_size(value_size)
     tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype)
@@ -117,15 +115,15 @@ def paged_attention(
         "max_blocks": max_blocks,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "head_chunks": head_size // chunk,
-        "value_chunks": value_size // chunk,
-        "q_stride_chunks": q_THD.stride(0) // chunk,
+        "q_stride_units": q_THD.stride(0) // q_alignment,
         "BLOCK_M": tiling.rows,
         "TILE": tiling.keys,
+        "HEAD_SIZE": head_size,
+        "VALUE_SIZE": value_size,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "BLOCK_SIZE": block_size,
-        "CHUNK": chunk,
+        "Q_ALIGNMENT": q_alignment,
         "CHANGES_SCORES": soft_cap is not None or alibi_slopes_H is not None,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
@@ -154,12 +152,11 @@ def paged_attention(
             inputs["seq_lens"],
             inputs["window"],
             num_heads,
-            value_size // chunk,
             num_splits,
             TILE=tiling.keys,
+            VALUE_SIZE=value_size,
             BLOCK_L=MERGE_SPLITS,
             BLOCK_V=MERGE_COMPONENTS,
-            CHUNK=chunk,
             num_warps=4,
             num_stages=1,
         )
@@ -243,15 +240,15 @@ def _prefill_kernel(
     max_blocks,
     num_heads,
     num_kv_heads,
-    head_chunks,
-    value_chunks,
-    q_stride_chunks,
+    q_stride_units,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    Q_ALIGNMENT: tl.constexpr,
     CHANGES_SCORES: tl.constexpr,
 ):
     """Attend from one tile of queries of one sequence to all that they see. Grid: (T // queries + S, head tiles)."""
@@ -276,7 +273,7 @@ def _prefill_kernel(
     position_M = context + query_M
     token_M = first_token + query_M
 
-    q_MD = _load_queries(q, token_M, head_M, is_row_M, head_chunks * CHUNK, q_stride_chunks * CHUNK, BLOCK_D)
+    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride_units * Q_ALIGNMENT, HEAD_SIZE, BLOCK_D)
     max_M, sum_M = _begin(sinks, head_M, is_row_M & (has_sinks != 0))
     slope_M = tl.load(alibi_slopes + head_M, mask=is_row_M & (has_alibi != 0), other=0.0)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -293,8 +290,8 @@ def _prefill_kernel(
     end_whole = tl.minimum(end_whole, end_tile)
     first_whole = tl.minimum(first_whole, end_whole)
 
-    k_head = k_cache + kv_head * (head_chunks * CHUNK * BLOCK_SIZE)
-    v_head = v_cache + kv_head * (value_chunks * CHUNK * BLOCK_SIZE)
+    k_head = k_cache + kv_head * (HEAD_SIZE * BLOCK_SIZE)
+    v_head = v_cache + kv_head * (VALUE_SIZE * BLOCK_SIZE)
     block_table = block_tables + seq.to(tl.int64) * max_blocks
     for is_masked in tl.static_range(2):
         acc_MV, max_M, sum_M = _attend(
@@ -317,18 +314,17 @@ def _prefill_kernel(
             soft_cap,
             window,
             num_kv_heads,
-            head_chunks,
-            value_chunks,
             TILE,
+            HEAD_SIZE,
+            VALUE_SIZE,
             BLOCK_D,
             BLOCK_V,
             BLOCK_SIZE,
-            CHUNK,
             CHANGES_SCORES,
             is_masked,
         )
     out_MV = acc_MV / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
-    _store_rows(out, out_MV, token_M * num_heads + head_M, is_row_M, value_chunks * CHUNK, BLOCK_V)
+    _store_rows(out, out_MV, token_M * num_heads + head_M, is_row_M, VALUE_SIZE, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -351,16 +347,16 @@ def _decode_kernel(
     max_blocks,
     num_heads,
     num_kv_heads,
-    head_chunks,
-    value_chunks,
-    q_stride_chunks,
+    q_stride_units,
     num_splits,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    Q_ALIGNMENT: tl.constexpr,
     CHANGES_SCORES: tl.constexpr,
 ):
     """Attend from one sequence's only query to one split of what it sees. Grid: (S, head tiles, splits)."""
@@ -380,7 +376,7 @@ def _decode_kernel(
     head_M += kv_head * group_size
     token_M = tl.zeros_like(row_M) + seq
 
-    q_MD = _load_queries(q, token_M, head_M, is_row_M, head_chunks * CHUNK, q_stride_chunks * CHUNK, BLOCK_D)
+    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride_units * Q_ALIGNMENT, HEAD_SIZE, BLOCK_D)
     max_M, sum_M = _begin(sinks, head_M, is_row_M & (has_sinks != 0) & (split == 0))
     slope_M = tl.load(alibi_slopes + head_M, mask=is_row_M & (has_alibi != 0), other=0.0)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -390,8 +386,8 @@ def _decode_kernel(
         max_M,
         sum_M,
         q_MD,
-        k_cache + kv_head * (head_chunks * CHUNK * BLOCK_SIZE),
-        v_cache + kv_head * (value_chunks * CHUNK * BLOCK_SIZE),
+        k_cache + kv_head * (HEAD_SIZE * BLOCK_SIZE),
+        v_cache + kv_head * (VALUE_SIZE * BLOCK_SIZE),
         block_tables + seq.to(tl.int64) * max_blocks,
         first_tile,
         tl.minimum(first_tile + tiles_of_split, end_tile),
@@ -405,23 +401,22 @@ def _decode_kernel(
         soft_cap,
         window,
         num_kv_heads,
-        head_chunks,
-        value_chunks,
         TILE,
+        HEAD_SIZE,
+        VALUE_SIZE,
         BLOCK_D,
         BLOCK_V,
         BLOCK_SIZE,
-        CHUNK,
         CHANGES_SCORES,
         True,
     )
     out_MV = acc_MV / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
     row_index_M = token_M * num_heads + head_M
     if num_splits == 1:
-        _store_rows(out, out_MV, row_index_M, is_row_M, value_chunks * CHUNK, BLOCK_V)
+        _store_rows(out, out_MV, row_index_M, is_row_M, VALUE_SIZE, BLOCK_V)
     else:
         partial_M = row_index_M * num_splits + split
-        _store_rows(partial_out, out_MV, partial_M, is_row_M, value_chunks * CHUNK, BLOCK_V)
+        _store_rows(partial_out, out_MV, partial_M, is_row_M, VALUE_SIZE, BLOCK_V)
         tl.store(partial_lse + partial_M, max_M + tl.log2(sum_M), mask=is_row_M)
 
 
@@ -433,18 +428,16 @@ def _merge_kernel(
     seq_lens,
     window,
     num_heads,
-    value_chunks,
     num_splits,
     TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """Merge the splits of one query of one head, BLOCK_V components of it. Grid: (T, H, component blocks)."""
-    value_size = value_chunks * CHUNK
     row = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     component_V = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_component_V = component_V < value_size
+    is_component_V = component_V < VALUE_SIZE
     _, _, _, _, used_splits = _split(tl.load(seq_lens + tl.program_id(0)), window, num_splits, TILE)
 
     largest = -float("inf")
@@ -459,7 +452,7 @@ def _merge_kernel(
         weight_L = tl.exp2(lse_L - safe_largest)
         correction = tl.exp2(largest - safe_largest)
         out_LV = tl.load(
-            partial_out + (row * num_splits + split_L)[:, None] * value_size + component_V[None, :],
+            partial_out + (row * num_splits + split_L)[:, None] * VALUE_SIZE + component_V[None, :],
             mask=is_split_L[:, None] & is_component_V[None, :],
             other=0.0,
         )
@@ -467,7 +460,7 @@ def _merge_kernel(
         total = total * correction + tl.sum(weight_L, 0)
         largest = new_largest
     out_V = acc_V / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * value_size + component_V, out_V.to(out.dtype.element_ty), mask=is_component_V)
+    tl.store(out + row * VALUE_SIZE + component_V, out_V.to(out.dtype.element_ty), mask=is_component_V)
 
 
 @triton.jit
@@ -491,63 +484,56 @@ def _attend(
     soft_cap,
     window,
     num_kv_heads,
-    head_chunks,
-    value_chunks,
     TILE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
     CHANGES_SCORES: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Let tiles `first_tile` to `end_tile` of keys, less `gap_size` ones at `gap_tile`, go by; return the new state.
 
     The rows see the keys from first_key to end_key at most. Unless IS_MASKED, they all see all keys of all tiles.
-    Sizes come in chunks of CHUNK components: so the compiler knows that they are multiples of it.
     """
-    head_size = head_chunks * CHUNK
-    value_size = value_chunks * CHUNK
-    k_block_stride = num_kv_heads.to(tl.int64) * (head_size * BLOCK_SIZE)
-    v_block_stride = num_kv_heads.to(tl.int64) * (value_size * BLOCK_SIZE)
+    k_block_stride = num_kv_heads.to(tl.int64) * (HEAD_SIZE * BLOCK_SIZE)
+    v_block_stride = num_kv_heads.to(tl.int64) * (VALUE_SIZE * BLOCK_SIZE)
     component_D = tl.arange(0, BLOCK_D)
     component_V = tl.arange(0, BLOCK_V)
-    is_component_DN = (component_D < head_size)[:, None]
-    is_component_NV = (component_V < value_size)[None, :]
     for index in range(first_tile, end_tile - gap_size):
-        tile = index + gap_size * (index >= gap_tile) if IS_MASKED else index
+        tile = index + tl.where(index >= gap_tile, gap_size, 0) if IS_MASKED else index
         position_N = tile * TILE + tl.arange(0, TILE)
         offset_N = position_N % BLOCK_SIZE
+        index_N = position_N // BLOCK_SIZE
         if IS_MASKED:
-            is_in_block_N = (position_N >= first_key // BLOCK_SIZE * BLOCK_SIZE) & (
-                position_N < tl.cdiv(end_key, BLOCK_SIZE) * BLOCK_SIZE
-            )
-            is_key_N = (position_N >= first_key) & (position_N < end_key)
-            block_N = tl.load(block_table + position_N // BLOCK_SIZE, mask=is_in_block_N, other=0).to(tl.int64)
-            k_mask_DN = is_component_DN & is_in_block_N[None, :]
-            v_mask_NV = is_component_NV & is_key_N[:, None]
+            # Beyond the ends, tokens of the blocks there stand in.
+            index_N = tl.minimum(tl.maximum(index_N, first_key // BLOCK_SIZE), (end_key - 1) // BLOCK_SIZE)
+        block_N = tl.load(block_table + index_N).to(tl.int64)
+        k_pointers_DN = k_head + (block_N * k_block_stride + offset_N)[None, :] + (component_D * BLOCK_SIZE)[:, None]
+        v_pointers_NV = v_head + (block_N * v_block_stride + offset_N * VALUE_SIZE)[:, None] + component_V[None, :]
+        if HEAD_SIZE == BLOCK_D:
+            k_DN = tl.load(k_pointers_DN)
         else:
-            block_N = tl.load(block_table + position_N // BLOCK_SIZE).to(tl.int64)
-            k_mask_DN = is_component_DN
-            v_mask_NV = is_component_NV
-        k_DN = tl.load(
-            k_head + (block_N * k_block_stride + offset_N)[None, :] + component_D[:, None] * BLOCK_SIZE,
-            mask=k_mask_DN,
-            other=0.0,
-        )
-        v_NV = tl.load(
-            v_head + (block_N * v_block_stride + offset_N * value_size)[:, None] + component_V[None, :],
-            mask=v_mask_NV,
-            other=0.0,
-        )
+            k_DN = tl.load(k_pointers_DN, mask=(component_D < HEAD_SIZE)[:, None], other=0.0)
+        if IS_MASKED:
+            v_mask_NV = ((position_N >= first_key) & (position_N < end_key))[:, None]
+            if VALUE_SIZE < BLOCK_V:
+                v_mask_NV = v_mask_NV & (component_V < VALUE_SIZE)[None, :]
+            v_NV = tl.load(v_pointers_NV, mask=v_mask_NV, other=0.0)
+        elif VALUE_SIZE < BLOCK_V:
+            v_NV = tl.load(v_pointers_NV, mask=(component_V < VALUE_SIZE)[None, :], other=0.0)
+        else:
+            v_NV = tl.load(v_pointers_NV)
         score_MN = tl.dot(q_MD, k_DN.to(q_MD.dtype), input_precision="ieee")
         if CHANGES_SCORES:
             score_MN = _changed_scores(score_MN * scale, soft_cap, slope_M, position_N, position_M) * LOG2_E
         else:
             score_MN = score_MN * (scale * LOG2_E)
         if IS_MASKED:
-            distance_MN = position_M[:, None] - position_N[None, :]
-            score_MN = tl.where((distance_MN >= 0) & (distance_MN < window), score_MN, -float("inf"))
+            # A key after the query lies at a negative distance, unsigned a huge one: one comparison does for both ends.
+            distance_MN = (position_M[:, None] - position_N[None, :]).to(tl.uint32, bitcast=True)
+            score_MN = tl.where(distance_MN < window.to(tl.uint32, bitcast=True), score_MN, -float("inf"))
         new_max_M = tl.maximum(max_M, tl.max(score_MN, 1))
         # A row that has seen nothing yet has no maximum: infinity less infinity would be NaN.
         safe_max_M = tl.where(new_max_M == -float("inf"), 0.0, new_max_M)
@@ -611,7 +597,7 @@ def _split(seq_len, window, num_splits, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(q, token_M, head_M, is_row_M, head_size, q_stride, BLOCK_D: tl.constexpr):
+def _load_queries(q, token_M, head_M, is_row_M, q_stride, head_size, BLOCK_D: tl.constexpr):
     component_D = tl.arange(0, BLOCK_D)
     pointers_MD = q + (token_M.to(tl.int64) * q_stride + head_M * head_size)[:, None] + component_D[None, :]
     return tl.load(pointers_MD, mask=is_row_M[:, None] & (component_D < head_size)[None, :], other=0.0)
