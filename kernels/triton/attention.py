@@ -501,6 +501,8 @@ def _attend(
     v_block_stride = num_kv_heads.to(tl.int64) * (VALUE_SIZE * BLOCK_SIZE)
     component_D = tl.arange(0, BLOCK_D)
     component_V = tl.arange(0, BLOCK_V)
+    ALIGNED: tl.constexpr = BLOCK_SIZE & -BLOCK_SIZE
+    SAME_BLOCK: tl.constexpr = ALIGNED if ALIGNED < TILE else TILE
     for index in range(first_tile, end_tile - gap_size):
         tile = index + tl.where(index >= gap_tile, gap_size, 0) if IS_MASKED else index
         position_N = tile * TILE + tl.arange(0, TILE)
@@ -509,7 +511,8 @@ def _attend(
         if IS_MASKED:
             # Beyond the ends, tokens of the blocks there stand in.
             index_N = tl.minimum(tl.maximum(index_N, first_key // BLOCK_SIZE), (end_key - 1) // BLOCK_SIZE)
-        block_N = tl.load(block_table + index_N).to(tl.int64)
+        # Tokens side by side in a block have the same block, which the compiler forgets when it prefetches the table.
+        block_N = tl.max_constancy(tl.load(block_table + index_N).to(tl.int64), SAME_BLOCK)
         k_pointers_DN = k_head + (block_N * k_block_stride + offset_N)[None, :] + (component_D * BLOCK_SIZE)[:, None]
         v_pointers_NV = v_head + (block_N * v_block_stride + offset_N * VALUE_SIZE)[:, None] + component_V[None, :]
         if HEAD_SIZE == BLOCK_D:
