@@ -1,5 +1,5 @@
-# Triton compiles what the annotations of its kernels do not say.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# Triton infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Paged attention in Triton: tiles of queries for prompts and chunks, split contexts for single tokens.
 
 Both kernels run `_attend`, the loop of FlashAttention-2 (Dao, 2023): a tile of rows keeps a running maximum, sum and
@@ -32,16 +32,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import check_caches, check_heads, check_index, check_per_head
+from kernels.triton.checks import DTYPES, SHIPPED_DTYPES, check_caches, check_index, check_per_head, triton_type
 from kernels.triton.configuration import Configuration
+from kernels.triton.dots import dot
 
 MAX_HEAD_SIZE = 256
-DECODE_ROWS = 16  # the fewest that a tensor core's product takes
+LEAST_ROWS = 16  # the fewest that a tensor core's product takes
 SPLIT_TILES = tl.constexpr(4)  # a split has at least as many tiles of keys
 MAX_SPLITS = 256
 PROGRAMS_PER_PROCESSOR = 4  # that a split aims for
 MERGE_SPLITS, MERGE_COMPONENTS = 16, 64  # of a tile of `_merge_kernel`
+MERGE_WARPS = 4
 NO_WINDOW = 2**30
+
+SHIPPED_HEAD_SIZES = [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)]  # of keys, of values
+SHIPPED_BLOCK_SIZE = 16
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -56,7 +61,6 @@ VARYING = [
     "max_blocks",
     "num_heads",
     "num_kv_heads",
-    "q_stride_units",
     "num_splits",
 ]
 
@@ -95,10 +99,10 @@ def paged_attention(
     if num_tokens == 0:
         return out_THD
     no_floats = q_THD.new_empty(0, dtype=torch.float32)
-    q_alignment = math.gcd(16, q_THD.stride(0))  # lets the compiler see that queries can be loaded as vectors
     is_decode = num_tokens == num_seqs
     block_d, block_v = padded_size(head_size), padded_size(value_size)
-    tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype)
+    changes_scores = soft_cap is not None or alibi_slopes_H is not None
+    tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype, changes_scores)
     inputs = {
         "q": q_THD,
         "k_cache": k_cache_NKDP,
@@ -115,7 +119,7 @@ def paged_attention(
         "max_blocks": max_blocks,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
-        "q_stride_units": q_THD.stride(0) // q_alignment,
+        "q_stride": q_THD.stride(0),
         "BLOCK_M": tiling.rows,
         "TILE": tiling.keys,
         "HEAD_SIZE": head_size,
@@ -123,8 +127,7 @@ def paged_attention(
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "BLOCK_SIZE": block_size,
-        "Q_ALIGNMENT": q_alignment,
-        "CHANGES_SCORES": soft_cap is not None or alibi_slopes_H is not None,
+        "CHANGES_SCORES": changes_scores,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
     }
@@ -157,7 +160,7 @@ def paged_attention(
             VALUE_SIZE=value_size,
             BLOCK_L=MERGE_SPLITS,
             BLOCK_V=MERGE_COMPONENTS,
-            num_warps=4,
+            num_warps=MERGE_WARPS,
             num_stages=1,
         )
     return out_THD
@@ -168,14 +171,24 @@ def padded_size(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
 
 
-def choose_tiling(is_decode: bool, block_d: int, block_v: int, dtype: torch.dtype) -> Tiling:
-    """Return a tiling whose registers do not spill and whose keys and values fit the least shared memory (64 KiB)."""
+def choose_tiling(
+    is_decode: bool, block_d: int, block_v: int, dtype: torch.dtype, changes_scores: bool = False
+) -> Tiling:
+    """Return a tiling whose registers do not spill and whose keys and values fit 64 KiB of shared memory.
+
+    The tilings were found by compiling for sm_80, sm_90, sm_100 and gfx942. With fewer stages than three, loads of keys
+    would wait for the loads of their block numbers. float32 goes without tensor cores, on which it would lose bits.
+    """
     is_wide = max(block_d, block_v) > 128
     if dtype is torch.float32:
-        return Tiling(DECODE_ROWS if is_decode else 32, 32, 4, 2)
+        return Tiling(LEAST_ROWS, 16, 4, 2)
     if is_decode:
-        return Tiling(DECODE_ROWS, 32 if is_wide else 64, 4, 3)
-    return Tiling(128, 32 if is_wide else 64, 8, 3)
+        return Tiling(LEAST_ROWS, 32 if is_wide else 64, 4, 3)
+    if block_v > 128:
+        return Tiling(32, 32, 4, 3)
+    if is_wide:
+        return Tiling(64, 32, 8, 3)
+    return Tiling(64, 32 if changes_scores else 64, 4, 3)
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_processors: int) -> int:
@@ -185,6 +198,71 @@ def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_proces
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
     return max(1, min(wanted, max_seq_len // (SPLIT_TILES.value * tile), MAX_SPLITS))
+
+
+def configurations(is_complete: bool = False) -> list[Configuration]:
+    """Return the shipped forms: all head sizes in bfloat16, all dtypes with heads of 128, or every combination."""
+    plain = [
+        (dtype, cache_dtype, head_size, value_size)
+        for dtype, cache_dtype in SHIPPED_DTYPES
+        for head_size, value_size in SHIPPED_HEAD_SIZES
+        if (is_complete and (dtype is not torch.float32 or head_size in (64, 128)))
+        or head_size == value_size == 128
+        or dtype is cache_dtype is torch.bfloat16
+    ]
+    changed = [form for form in plain if is_complete or (form[1] is torch.bfloat16 and form[2] in (128, 256))]
+    return [
+        *(_configuration(kernel, *form, False) for form in plain for kernel in (_prefill_kernel, _decode_kernel)),
+        *(_configuration(kernel, *form, True) for form in changed for kernel in (_prefill_kernel, _decode_kernel)),
+        *(_merge_configuration(dtype, 64 if dtype is torch.bfloat16 else 16) for dtype in DTYPES),
+    ]
+
+
+def _configuration(
+    kernel, dtype: torch.dtype, cache_dtype: torch.dtype, head_size: int, value_size: int, changes_scores: bool
+) -> Configuration:
+    is_decode = kernel is _decode_kernel
+    block_d, block_v = padded_size(head_size), padded_size(value_size)
+    tiling = choose_tiling(is_decode, block_d, block_v, dtype, changes_scores)
+    constexprs = {
+        "BLOCK_M": tiling.rows,
+        "TILE": tiling.keys,
+        "HEAD_SIZE": head_size,
+        "VALUE_SIZE": value_size,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "BLOCK_SIZE": SHIPPED_BLOCK_SIZE,
+        "CHANGES_SCORES": changes_scores,
+    }
+    name = f"{'decode' if is_decode else 'prefill'} {triton_type(dtype)} over {triton_type(cache_dtype)}"
+    return Configuration(
+        kernel=kernel,
+        signature=_signature(kernel, constexprs, triton_type(dtype), triton_type(cache_dtype)),
+        constexprs=constexprs,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+        name=f"{name} head={head_size}/{value_size}{' soft cap, ALiBi' if changes_scores else ''}",
+    )
+
+
+def _merge_configuration(dtype: torch.dtype, tile: int) -> Configuration:
+    constexprs = {"TILE": tile, "VALUE_SIZE": 128, "BLOCK_L": MERGE_SPLITS, "BLOCK_V": MERGE_COMPONENTS}
+    return Configuration(
+        kernel=_merge_kernel,
+        signature=_signature(_merge_kernel, constexprs, triton_type(dtype), triton_type(dtype)),
+        constexprs=constexprs,
+        num_warps=MERGE_WARPS,
+        num_stages=1,
+        name=f"merge {triton_type(dtype)}",
+    )
+
+
+def _signature(kernel, constexprs: dict[str, object], dtype: str, cache_dtype: str) -> dict[str, str]:
+    types = dict.fromkeys(("scale", "soft_cap"), "fp32") | {"q_stride": "i32:16"}
+    types |= dict.fromkeys(("out", "q"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache_dtype}")
+    types |= dict.fromkeys(("block_tables", "cu_seqlens_q", "seq_lens"), "*i32")
+    types |= dict.fromkeys(("sinks", "alibi_slopes", "partial_out", "partial_lse"), "*fp32")
+    return {name: types.get(name, "i32") for name in kernel.arg_names if name not in constexprs}
 
 
 @functools.cache
@@ -240,7 +318,7 @@ def _prefill_kernel(
     max_blocks,
     num_heads,
     num_kv_heads,
-    q_stride_units,
+    q_stride,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -248,7 +326,6 @@ def _prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    Q_ALIGNMENT: tl.constexpr,
     CHANGES_SCORES: tl.constexpr,
 ):
     """Attend from one tile of queries of one sequence to all that they see. Grid: (T // queries + S, head tiles)."""
@@ -273,7 +350,7 @@ def _prefill_kernel(
     position_M = context + query_M
     token_M = first_token + query_M
 
-    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride_units * Q_ALIGNMENT, HEAD_SIZE, BLOCK_D)
+    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride, HEAD_SIZE, BLOCK_D)
     max_M, sum_M = _begin(sinks, head_M, is_row_M & (has_sinks != 0))
     slope_M = tl.load(alibi_slopes + head_M, mask=is_row_M & (has_alibi != 0), other=0.0)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -347,7 +424,7 @@ def _decode_kernel(
     max_blocks,
     num_heads,
     num_kv_heads,
-    q_stride_units,
+    q_stride,
     num_splits,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
@@ -356,7 +433,6 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    Q_ALIGNMENT: tl.constexpr,
     CHANGES_SCORES: tl.constexpr,
 ):
     """Attend from one sequence's only query to one split of what it sees. Grid: (S, head tiles, splits)."""
@@ -376,7 +452,7 @@ def _decode_kernel(
     head_M += kv_head * group_size
     token_M = tl.zeros_like(row_M) + seq
 
-    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride_units * Q_ALIGNMENT, HEAD_SIZE, BLOCK_D)
+    q_MD = _load_queries(q, token_M, head_M, is_row_M, q_stride, HEAD_SIZE, BLOCK_D)
     max_M, sum_M = _begin(sinks, head_M, is_row_M & (has_sinks != 0) & (split == 0))
     slope_M = tl.load(alibi_slopes + head_M, mask=is_row_M & (has_alibi != 0), other=0.0)
     acc_MV = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -528,7 +604,7 @@ def _attend(
             v_NV = tl.load(v_pointers_NV, mask=(component_V < VALUE_SIZE)[None, :], other=0.0)
         else:
             v_NV = tl.load(v_pointers_NV)
-        score_MN = tl.dot(q_MD, k_DN.to(q_MD.dtype), input_precision="ieee")
+        score_MN = dot(q_MD, k_DN.to(q_MD.dtype))
         if CHANGES_SCORES:
             score_MN = _changed_scores(score_MN * scale, soft_cap, slope_M, position_N, position_M) * LOG2_E
         else:
@@ -542,9 +618,7 @@ def _attend(
         safe_max_M = tl.where(new_max_M == -float("inf"), 0.0, new_max_M)
         weight_MN = tl.exp2(score_MN - safe_max_M[:, None])
         correction_M = tl.exp2(max_M - safe_max_M)
-        acc_MV = tl.dot(
-            weight_MN.to(q_MD.dtype), v_NV.to(q_MD.dtype), acc_MV * correction_M[:, None], input_precision="ieee"
-        )
+        acc_MV = acc_MV * correction_M[:, None] + dot(weight_MN.to(q_MD.dtype), v_NV.to(q_MD.dtype))
         sum_M = sum_M * correction_M + tl.sum(weight_MN, 1)
         max_M = new_max_M
     return acc_MV, max_M, sum_M

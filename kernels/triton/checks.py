@@ -5,6 +5,7 @@ from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+SHIPPED_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(torch.float16, FLOAT8), (torch.bfloat16, FLOAT8)]  # of caches
 
 
 def check_caches(
@@ -62,3 +63,9 @@ def check_per_head(name: str, values_H: Tensor | None, q_THD: Tensor) -> None:
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def triton_type(dtype: torch.dtype) -> str:
+    """Return Triton's name of a dtype."""
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FLOAT8: "fp8e4nv"}
+    return names[dtype]
