@@ -1,0 +1,1 @@
+"""The backend for GPUs, in Triton."""

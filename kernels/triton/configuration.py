@@ -1,0 +1,18 @@
+"""A kernel as it is shipped: what the ahead-of-time compile compiles and checks for spills."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """One compiled variant of one kernel."""
+
+    kernel: Any  # a triton.JITFunction
+    # Argument name -> Triton type: "*bf16", "i32", "fp32"; "i32:16" if it is a multiple of 16, as pointers always are.
+    # Constexprs are left out.
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    num_warps: int
+    num_stages: int
+    name: str  # unique, for a person
