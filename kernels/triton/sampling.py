@@ -139,7 +139,7 @@ def uniform_kernel(out_ptr, seed_ptr, position_ptr, purpose, num_rows, BLOCK: tl
     inside = rows < num_rows
     key = tl.load(seed_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
     low = tl.load(position_ptr + rows, mask=inside, other=0).to(tl.uint64, bitcast=True)
-    high = tl.full((BLOCK,), 0, tl.uint64) + purpose.to(tl.uint64)
+    high = tl.full((BLOCK,), 0, tl.uint64) + purpose
     multiplier, key_step = tl.full((BLOCK,), MULTIPLIER, tl.uint64), tl.full((BLOCK,), KEY_STEP, tl.uint64)
     for _ in tl.static_range(NUM_ROUNDS):
         carried = tl.umulhi(multiplier, low)
