@@ -100,7 +100,7 @@ def groupwise_linear_kernel(
         x = tl.load(x_rows_ptr + block * BLOCK_K, mask=is_row[:, None], other=0.0)
         addresses = words_ptr + (block * WORDS + words_in_block)[:, None] * stride + outputs[None, :]
         words = tl.load(addresses, mask=is_output[None, :], other=0)
-        codes = _unpack(words, BITS, WORDS, BLOCK_N).to(x.dtype)
+        codes = _unpack(words, BITS, WORDS, BLOCK_N).to(tl.float32).to(x.dtype)
         group = (block * BLOCK_K // GROUP) * stride
         scale = tl.load(scales_ptr + group + outputs, mask=is_output, other=0.0).to(tl.float32)
         acc += tl.dot(x, codes, input_precision="ieee") * scale[None, :]
