@@ -9,7 +9,9 @@ class Configuration:
     """One compiled variant of one kernel."""
 
     kernel: Any  # a triton.JITFunction
-    signature: dict[str, str]  # argument name -> Triton type: "*bf16", "i32", "fp32"; constexprs are left out
+    # Argument name -> Triton type: "*bf16", "i32", "fp32"; "i32:16" if it is a multiple of 16, as pointers always are.
+    # Constexprs are left out.
+    signature: dict[str, str]
     constexprs: dict[str, object]
     num_warps: int
     num_stages: int

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import dense_heads, require_dtype, require_shape
+from kernels.triton.arguments import dense_heads, require_dtype, require_shape
 from kernels.triton.configuration import Configuration
 
 ELEMENTS = 2048  # at least as many for a program, so that short rows (a head) share one
 ELEMENTS_PER_WARP = 512
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     out_ptr,
     x_ptr,
@@ -45,7 +45,7 @@ def rms_norm_kernel(
     tl.store(addresses, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_rms_norm_kernel(
     out_ptr, x_ptr, residual_ptr, weight_ptr, num_rows, size, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

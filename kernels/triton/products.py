@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.groupwise import GroupwiseWeight
-from kernels.triton.checks import require_dtype
+from kernels.triton.arguments import require_dtype
 from kernels.triton.configuration import Configuration
+from kernels.triton.dots import dot
 
 SKINNY_ROWS = 16  # the least that tensor cores multiply
 TARGET_PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100; not asked for: it decides the sums' order
@@ -59,7 +60,7 @@ def _unpack(words, BITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexp
     return tl.reshape(codes, (WORDS * CODES, BLOCK_N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def groupwise_linear_kernel(
     out_ptr,
     x_ptr,
@@ -103,7 +104,7 @@ def groupwise_linear_kernel(
         codes = _unpack(words, BITS, WORDS, BLOCK_N).to(tl.float32).to(x.dtype)
         group = (block * BLOCK_K // GROUP) * stride
         scale = tl.load(scales_ptr + group + outputs, mask=is_output, other=0.0).to(tl.float32)
-        acc += tl.dot(x, codes, input_precision="ieee") * scale[None, :]
+        acc += dot(x, codes) * scale[None, :]
         if HAS_OFFSETS:
             offset = tl.load(offsets_ptr + group + outputs, mask=is_output, other=0.0).to(tl.float32)
             acc += tl.sum(x.to(tl.float32), axis=1)[:, None] * offset[None, :]
@@ -113,11 +114,12 @@ def groupwise_linear_kernel(
     tl.store(addresses, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def add_splits_kernel(
-    out_ptr, parts_ptr, bias_ptr, size, num_outputs, num_splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr, parts_ptr, bias_ptr, num_rows, num_outputs, num_splits, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add up the parts_SMN of `size` = M * N products, the first split first, and then the bias."""
+    """Add up parts_SMN, the first split first, and then the bias."""
+    size = num_rows * num_outputs
     places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
     total = tl.zeros((BLOCK,), tl.float32)
@@ -271,7 +273,7 @@ def configurations() -> Iterator[Configuration]:
     for dtype, bits, group_size, has_offsets in forms:
         for tile in (SKINNY, LARGE):
             yield _linear_configuration(dtype, bits, group_size, has_offsets, tile)
-    sizes = {"size": "i32:16", "num_outputs": "i32:16", "num_splits": "i32"}
+    sizes = {"num_rows": "i32", "num_outputs": "i32:16", "num_splits": "i32"}
     yield Configuration(
         name="add_splits bf16",
         kernel=add_splits_kernel,
@@ -347,9 +349,8 @@ def _groupwise_linear(x_MK: Tensor, layer: GroupwiseLinear, out_MN: Tensor) -> N
 
 
 def _add_splits(parts_SMN: Tensor, bias_N: Tensor | None, out_MN: Tensor) -> None:
-    size = out_MN.numel()
-    add_splits_kernel[(triton.cdiv(size, REDUCE_BLOCK),)](
-        *(out_MN, parts_SMN, bias_N, size, out_MN.shape[1], len(parts_SMN)),
+    add_splits_kernel[(triton.cdiv(out_MN.numel(), REDUCE_BLOCK),)](
+        *(out_MN, parts_SMN, bias_N, *out_MN.shape, len(parts_SMN)),
         HAS_BIAS=bias_N is not None,
         BLOCK=REDUCE_BLOCK,
         num_warps=REDUCE_WARPS,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import philox
-from kernels.triton.checks import require_dtype, require_shape
+from kernels.triton.arguments import require_dtype, require_shape
 from kernels.triton.configuration import Configuration
 
 PART = 4096  # tokens: a row of 128 thousand is 32 programs, so that one row alone keeps a device busy
@@ -132,7 +132,7 @@ def logprob_kernel(
     tl.store(ranks_ptr + row, tl.sum(num_above, axis=0) + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["purpose", "num_rows"])
 def uniform_kernel(out_ptr, seed_ptr, position_ptr, purpose, num_rows, BLOCK: tl.constexpr):
     """Philox-2x64-10 (Salmon et al., SC 2011): the upper 53 bits of its first word, as a fraction."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

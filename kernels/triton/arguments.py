@@ -1,4 +1,4 @@
-"""What kernels, which see addresses only, must be sure of. Nothing here waits for the device."""
+"""What kernels that see addresses only must be sure of. Nothing here waits for the device."""
 
 import torch
 from torch import Tensor
