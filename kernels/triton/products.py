@@ -28,7 +28,6 @@ from kernels.triton.arguments import require_dtype
 from kernels.triton.configuration import Configuration
 from kernels.triton.dots import dot
 
-SKINNY_ROWS = 16  # the least that tensor cores multiply
 TARGET_PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100; not asked for: it decides the sums' order
 LEAST_BLOCKS = 4  # blocks of inputs a split has at least
 REDUCE_BLOCK, REDUCE_WARPS = 512, 4
@@ -42,12 +41,13 @@ class Tile:
 
     rows: int
     outputs: int
+    max_inputs: int  # of a block, whose codes must fit the registers
     num_warps: int
     num_stages: int
 
 
-SKINNY = Tile(rows=SKINNY_ROWS, outputs=64, num_warps=4, num_stages=4)
-LARGE = Tile(rows=64, outputs=128, num_warps=4, num_stages=3)
+SKINNY = Tile(rows=16, outputs=64, max_inputs=128, num_warps=4, num_stages=4)  # the fewest rows for tensor cores
+LARGE = Tile(rows=64, outputs=128, max_inputs=64, num_warps=4, num_stages=3)
 
 
 @triton.jit
@@ -222,9 +222,7 @@ def pack_linear(weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) 
     )
 
 
-def linear(
-    x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.dtype | None = None
-) -> Tensor:
+def linear(x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.backend`."""
     out_dtype = out_dtype or x_MK.dtype
     if isinstance(layer, PlainLinear):
@@ -317,21 +315,20 @@ def _constexprs(bits: int, group_size: int, has_offsets: bool, has_bias: bool, t
         "HAS_BIAS": has_bias,
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.outputs,
-        "BLOCK_K": _block_of_inputs(group_size),
+        "BLOCK_K": _block_of_inputs(group_size, tile),
     }
 
 
-def _block_of_inputs(group_size: int) -> int:
-    """Return the largest power of two, up to 128, that divides groups (multiples of 16)."""
-    return min(128, group_size & -group_size)
+def _block_of_inputs(group_size: int, tile: Tile) -> int:
+    """Return the largest power of two that divides groups (multiples of 16) and fits the tile."""
+    return min(tile.max_inputs, group_size & -group_size)
 
 
 def _groupwise_linear(x_MK: Tensor, layer: GroupwiseLinear, out_MN: Tensor) -> None:
     num_rows, num_outputs = out_MN.shape
-    num_blocks = layer.num_inputs // _block_of_inputs(layer.group_size)
-    tile, num_splits, blocks_per_split = LARGE, 1, num_blocks
-    if num_rows <= SKINNY_ROWS:
-        tile, (num_splits, blocks_per_split) = SKINNY, split_inputs(num_outputs, num_blocks)
+    tile = SKINNY if num_rows <= SKINNY.rows else LARGE
+    num_blocks = layer.num_inputs // _block_of_inputs(layer.group_size, tile)
+    num_splits, blocks_per_split = split_inputs(num_outputs, num_blocks) if tile is SKINNY else (1, num_blocks)
     parts_SMN, bias_N = out_MN, layer.bias_N
     if num_splits > 1:
         parts_SMN = torch.empty(num_splits, num_rows, num_outputs, dtype=torch.float32, device=x_MK.device)
