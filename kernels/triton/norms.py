@@ -1,5 +1,5 @@
-# Triton reads the types of kernels at run time.
-# mypy: allow-untyped-defs, allow-untyped-calls
+# Triton infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """RMSNorm, alone and with the residual: a program norms some whole rows, which it holds in registers.
 
 R rows, E hidden size.

@@ -1,5 +1,5 @@
-# Triton reads the types of kernels at run time.
-# mypy: allow-untyped-defs, allow-untyped-calls
+# Triton infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Linear layers on a GPU: plain weights by cuBLAS, those of few bits by kernels that read them as they are stored.
 
 A weight of few bits is scale * code + offset, with codes centred on zero. Small integers are exact in float16 and
@@ -296,7 +296,9 @@ def _linear_configuration(dtype: str, bits: int, group_size: int, has_offsets: b
     pointers |= {"out_ptr": "*fp32" if tile == SKINNY else f"*{dtype}"}
     pointers |= {"offsets_ptr": "*fp32"} if has_offsets else {}
     sizes = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16", "row_stride": "i32:16"}
-    absent: dict[str, object] = {"bias_ptr": None} | ({} if has_offsets else {"offsets_ptr": None})
+    absent: dict[str, object] = {"bias_ptr": None}
+    if not has_offsets:
+        absent["offsets_ptr"] = None
     return Configuration(
         name=f"groupwise_linear {dtype} {bits}-bit/{group_size} {'skinny' if tile == SKINNY else 'tiled'}",
         kernel=groupwise_linear_kernel,
@@ -375,4 +377,5 @@ def _centred_offsets(weight: GroupwiseWeight) -> Tensor | None:
     if weight.offsets_NG is None:
         return None
     middle = 2 ** (weight.bits - 1)
-    return (weight.offsets_NG.float() + middle * weight.scales_NG.float()).t().contiguous()
+    offsets_NG: Tensor = weight.offsets_NG.float() + middle * weight.scales_NG.float()
+    return offsets_NG.t().contiguous()

@@ -1,5 +1,5 @@
-# Triton reads the types of kernels at run time.
-# mypy: allow-untyped-defs, allow-untyped-calls
+# Triton infers the types of what it compiles.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The sampler on the device: softmax, random numbers, drawing without a sort, log probabilities.
 
 Nothing here waits for the device or depends on what its memory holds, so that a CUDA graph can hold all of it. Every
@@ -374,7 +374,8 @@ def configurations() -> Iterator[Configuration]:
     numbers = {"out_ptr": "*fp64", "seed_ptr": "*i64", "position_ptr": "*i64", "purpose": "i32", "num_rows": "i32"}
     limits = {"top_k_ptr": "*i64", "top_p_ptr": "*fp64", "min_p_ptr": "*fp64", "uniform_ptr": "*fp64"}
     drawn = {"token_ids_ptr": "*i64", "probs_ptr": "*fp32"} | limits | sizes
-    part, all_parts = {"PART": PART}, {"PARTS": 32}
+    part: dict[str, object] = {"PART": PART}
+    all_parts: dict[str, object] = {"PARTS": 32}
     for kernel, signature, constexprs, num_warps in (
         (softmax_parts_kernel, softmax, part, PART_WARPS),
         (softmax_kernel, softmax | {"probs_ptr": "*fp32"}, part | all_parts, PART_WARPS),
