@@ -60,6 +60,12 @@ def _unpack(words, BITS: tl.constexpr, WORDS: tl.constexpr, BLOCK_N: tl.constexp
     return tl.reshape(codes, (WORDS * CODES, BLOCK_N))
 
 
+@triton.jit
+def _load_of_group(numbers_ptr, group, stride, outputs, mask):
+    """Return a group's scales or offsets of some outputs, float32."""
+    return tl.load(numbers_ptr + group * stride + outputs, mask=mask, other=0.0).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def groupwise_linear_kernel(
     out_ptr,
@@ -93,21 +99,29 @@ def groupwise_linear_kernel(
     is_output, is_row = outputs < num_outputs, rows < num_rows
     inputs, words_in_block = tl.arange(0, BLOCK_K), tl.arange(0, WORDS)
     x_rows_ptr = x_ptr + rows.to(tl.int64)[:, None] * row_stride + inputs[None, :]
+    stride = tl.full((), 0, tl.int64) + num_outputs
     first = split * blocks_per_split
     last = tl.minimum(first + blocks_per_split, num_inputs // BLOCK_K)
-    stride = tl.full((), 0, tl.int64) + num_outputs
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    # Triton loads ahead what a dot multiplies; the other numbers of a block are asked for here while the one before it
+    # is multiplied.
+    scale = _load_of_group(scales_ptr, first * BLOCK_K // GROUP, stride, outputs, is_output)
+    if HAS_OFFSETS:
+        offset = _load_of_group(offsets_ptr, first * BLOCK_K // GROUP, stride, outputs, is_output)
     for block in range(first, last):
+        next_group = (block + 1) * BLOCK_K // GROUP
+        is_next = is_output & (block + 1 < last)
+        next_scale = _load_of_group(scales_ptr, next_group, stride, outputs, is_next)
         x = tl.load(x_rows_ptr + block * BLOCK_K, mask=is_row[:, None], other=0.0)
         addresses = words_ptr + (block * WORDS + words_in_block)[:, None] * stride + outputs[None, :]
         words = tl.load(addresses, mask=is_output[None, :], other=0)
         codes = _unpack(words, BITS, WORDS, BLOCK_N).to(tl.float32).to(x.dtype)
-        group = (block * BLOCK_K // GROUP) * stride
-        scale = tl.load(scales_ptr + group + outputs, mask=is_output, other=0.0).to(tl.float32)
         acc += dot(x, codes) * scale[None, :]
+        scale = next_scale
         if HAS_OFFSETS:
-            offset = tl.load(offsets_ptr + group + outputs, mask=is_output, other=0.0).to(tl.float32)
+            next_offset = _load_of_group(offsets_ptr, next_group, stride, outputs, is_next)
             acc += tl.sum(x.to(tl.float32), axis=1)[:, None] * offset[None, :]
+            offset = next_offset
     if HAS_BIAS:
         acc += tl.load(bias_ptr + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
     addresses = out_ptr + (split * num_rows + rows)[:, None] * stride + outputs[None, :]

@@ -376,13 +376,15 @@ def configurations() -> Iterator[Configuration]:
     drawn = {"token_ids_ptr": "*i64", "probs_ptr": "*fp32"} | limits | sizes
     part: dict[str, object] = {"PART": PART}
     all_parts: dict[str, object] = {"PARTS": 32}
+    uniform_block: dict[str, object] = {"BLOCK": UNIFORM_BLOCK}
+    draw_block: dict[str, object] = {"BLOCK": DRAW_BLOCK}
     for kernel, signature, constexprs, num_warps in (
         (softmax_parts_kernel, softmax, part, PART_WARPS),
         (softmax_kernel, softmax | {"probs_ptr": "*fp32"}, part | all_parts, PART_WARPS),
         (logprob_parts_kernel, logprobs | sizes, part, PART_WARPS),
         (logprob_kernel, gathered, all_parts, 1),
-        (uniform_kernel, numbers, {"BLOCK": UNIFORM_BLOCK}, 1),
-        (draw_kernel, drawn, {"BLOCK": DRAW_BLOCK}, DRAW_WARPS),
+        (uniform_kernel, numbers, uniform_block, 1),
+        (draw_kernel, drawn, draw_block, DRAW_WARPS),
     ):
         yield Configuration(
             name=kernel.__name__.removesuffix("_kernel"),

@@ -49,11 +49,11 @@ def test_silu_and_mul_equals_reference(shape: tuple[int, int], dtype: torch.dtyp
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight = draw(3, 16, dtype=torch.float32), draw(16, dtype=torch.float32)
-    with pytest.raises(ValueError, match="weight is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"weight is torch\.bfloat16"):
         triton.rms_norm(x, weight.bfloat16(), 1e-5)
     with pytest.raises(ValueError, match="weight has shape"):
         triton.rms_norm(x, weight[1:], 1e-5)
-    with pytest.raises(ValueError, match="residual is torch.float16"):
+    with pytest.raises(ValueError, match=r"residual is torch\.float16"):
         triton.add_rms_norm(x, x.half(), weight, 1e-5)
     with pytest.raises(ValueError, match="not contiguous"):
         triton.add_rms_norm(x, draw(16, 3, dtype=torch.float32).t(), weight, 1e-5)

@@ -111,5 +111,5 @@ def test_no_rows_give_no_rows_and_what_does_not_fit_is_refused() -> None:
         triton.linear(draw(2, 31, dtype=FLOAT16), layer)
     with pytest.raises(ValueError, match="float64"):
         triton.linear(draw(2, 32, dtype=torch.float64), layer)
-    with pytest.raises(ValueError, match="token_ids is torch.int32"):
+    with pytest.raises(ValueError, match=r"token_ids is torch\.int32"):
         triton.embedding(torch.zeros(1, dtype=torch.int32), layer, FLOAT16)
