@@ -1,1 +1,30 @@
-"""The backend for GPUs, in Triton."""
+"""The kernels for GPUs, in Triton: NVIDIA's from compute capability 8.0 and AMD's; products of plain weights by torch.
+
+The functions take what those of `kernels.backend` take, in float16, bfloat16 or float32 and on one device; nothing here
+waits for it. Import this package only where it was chosen: it needs Triton. With TRITON_INTERPRET=1 everything runs on
+the CPU, in numpy, for tests.
+"""
+
+import os
+
+# Multiply-adds are fused. Triton 3.9 warns where this is not said.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+# isort: split
+from kernels.triton.activations import silu_and_mul
+from kernels.triton.norms import add_rms_norm, rms_norm
+from kernels.triton.products import embedding, linear, pack_linear
+from kernels.triton.sampling import draw, gather_logprobs, scale_to_probs, uniform
+
+__all__ = [
+    "add_rms_norm",
+    "draw",
+    "embedding",
+    "gather_logprobs",
+    "linear",
+    "pack_linear",
+    "rms_norm",
+    "scale_to_probs",
+    "silu_and_mul",
+    "uniform",
+]

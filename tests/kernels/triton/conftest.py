@@ -1,4 +1,4 @@
-"""Tests that interpret Triton's kernels: collected in a process of their own only (see tests/kernels/test_triton.py)."""
+"""Tests of interpreted kernels: collected only in a process of their own, which tests/kernels/test_triton.py starts."""
 
 import os
 

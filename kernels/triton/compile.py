@@ -1,0 +1,190 @@
+"""Compile every kernel ahead of time, as it is shipped, for GPUs that need not be there.
+
+    python -m kernels.triton.compile [--jobs N]
+
+prints what each takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's and
+registers on AMD's. The exit status is 1 if any spills or does not fit. What was compiled is kept, in TRITON_CACHE_DIR
+or else in the user's cache, so that the next run takes seconds.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from tqdm import tqdm
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from kernels.triton import activations, norms, products, sampling
+from kernels.triton.configuration import Configuration
+
+MODULES = (activations, norms, products, sampling)
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    gpu: GPUTarget
+    max_shared_bytes: int  # of one program
+
+
+# Shared memory: CUDA C++ Programming Guide, "Compute Capabilities"; AMD CDNA 3 ISA, "LDS".
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a kernel takes of a GPU."""
+
+    registers: int  # of a thread
+    shared_bytes: int  # of a program
+    spills: int  # bytes stored and loaded on NVIDIA's GPUs, registers on AMD's
+
+
+def configurations() -> Iterator[Configuration]:
+    """Yield all kernels of this backend, as they are shipped."""
+    for module in MODULES:
+        yield from module.configurations()
+
+
+def cache_directory() -> Path:
+    """Return where compiled kernels are kept: TRITON_CACHE_DIR, or a folder in the user's cache."""
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or user_cache / "octavo" / "triton")
+
+
+def compile_configuration(configuration: Configuration, target: Target) -> Usage:
+    """Compile, or load from the cache, and return what it takes."""
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    compiled = triton.compile(_source(configuration), target=target.gpu, options=options)
+    measure = _usage_on_nvidia if target.gpu.backend == "cuda" else _usage_on_amd
+    return measure(compiled, target)
+
+
+def misfits(usages: dict[tuple[str, str], Usage]) -> list[str]:
+    """Return what is wrong with kernels that spill or take more shared memory than their target has."""
+    wrong = []
+    for (name, target), usage in usages.items():
+        if usage.spills:
+            wrong.append(f"{name} spills {usage.spills} on {target}")
+        if usage.shared_bytes > TARGETS[target].max_shared_bytes:
+            wrong.append(f"{name} takes {usage.shared_bytes} bytes of shared memory on {target}")
+    return wrong
+
+
+def table(usages: dict[tuple[str, str], Usage]) -> str:
+    """Return one line a kernel and target, in the order of the kernels."""
+    names = list(dict.fromkeys(name for name, _ in usages))
+    width = max(len(name) for name in names)
+    lines = [f"{'kernel':{width}}  {'target':6}  {'registers':>9}  {'shared KiB':>10}  {'spills':>6}"]
+    for name in names:
+        for target in TARGETS:
+            usage = usages[name, target]
+            shared_kib = usage.shared_bytes / 1024
+            lines.append(f"{name:{width}}  {target:6}  {usage.registers:9}  {shared_kib:10.1f}  {usage.spills:6}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile", description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
+    jobs = parser.parse_args(arguments).jobs
+    if triton.knobs.runtime.interpret:
+        parser.error("with TRITON_INTERPRET=1 kernels are interpreted, not compiled: unset it")
+    usages = _compile_all(jobs)
+    print(table(usages))
+    wrong = misfits(usages)
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _compile_all(jobs: int) -> dict[tuple[str, str], Usage]:
+    names = [configuration.name for configuration in configurations()]
+    pairs = [(number, target) for number in range(len(names)) for target in TARGETS]
+    done = {}
+    # Spawned, not forked: threads of torch and Numba would not live on in a fork.
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        pending = {pool.submit(_compile_numbered, *pair): pair for pair in pairs}
+        for future in tqdm(as_completed(pending), total=len(pending), desc="Compiling", unit="kernel"):
+            done[pending[future]] = future.result()
+    return {(names[number], target): done[number, target] for number, target in pairs}
+
+
+def _compile_numbered(number: int, target: str) -> Usage:
+    """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
+    triton.knobs.cache.dir = str(cache_directory())
+    return compile_configuration(list(configurations())[number], TARGETS[target])
+
+
+def _source(configuration: Configuration) -> ASTSource:
+    names = configuration.kernel.arg_names
+    types = {name: configuration.signature.get(name, "constexpr") for name in names}
+    divisible = [index for index, name in enumerate(names) if types[name].startswith("*") or ":16" in types[name]]
+    return ASTSource(
+        configuration.kernel,
+        {name: kind.removesuffix(":16") for name, kind in types.items()},
+        configuration.constexprs,
+        {(index,): DIVISIBLE_BY_16 for index in divisible},
+    )
+
+
+def _usage_on_nvidia(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
+    """Return what `ptxas -v` says of the kernel's PTX; kept beside the kernels, since it takes as long as they do."""
+    ptx: str = compiled.asm["ptx"]
+    kept = cache_directory() / "usage" / f"{hashlib.sha256(ptx.encode()).hexdigest()}.json"
+    if kept.exists():
+        return Usage(**json.loads(kept.read_text()))
+    log = _ptxas_log(ptx, target)
+    spills = sum(_number(rf"(\d+) bytes spill {kind}", log) for kind in ("stores", "loads"))
+    usage = Usage(_number(r"Used (\d+) registers", log), compiled.metadata.shared, spills)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(usage)))
+    partial.replace(kept)
+    return usage
+
+
+def _ptxas_log(ptx: str, target: Target) -> str:
+    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    assert architecture is not None, "PTX names its target"
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [get_ptxas(target.gpu.arch).path, "-v", f"--gpu-name={architecture[1]}", str(source)]
+        command += ["-o", str(source.with_suffix(".cubin"))]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+
+
+def _usage_on_amd(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
+    """Return what the metadata at the end of the kernel's assembly say."""
+    assembly: str = compiled.asm["amdgcn"]
+    spills = sum(_number(rf"\.{kind}_spill_count:\s+(\d+)", assembly) for kind in ("vgpr", "sgpr"))
+    return Usage(_number(r"\.vgpr_count:\s+(\d+)", assembly), compiled.metadata.shared, spills)
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"the compiler's output has nothing like {pattern!r}: {text[-500:]}")
+    return int(found[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
