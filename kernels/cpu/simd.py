@@ -266,6 +266,16 @@ def splat(typingctx, scalar):
 
 
 @intrinsic
+def lane_indices(typingctx):
+    """Return the numbers 0 to 15."""
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(_FLOATS, [float(index) for index in range(LANES)])
+
+    return vector(), generate
+
+
+@intrinsic
 def lane(typingctx, value, index):
     """Return one lane as float32."""
 
@@ -298,6 +308,28 @@ def keep(typingctx, value, first, start, stop, other):
         return builder.select(builder.and_(above, below), value, other)
 
     return vector(vector, types.int64, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def copy_sign(typingctx, magnitude, sign):
+    """Return the absolute value of `magnitude` with the sign of `sign` for each lane."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 2)
+        return builder.call(builder.module.declare_intrinsic("llvm.copysign.v16f32", (), kind), args)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def choose_below(typingctx, value, limit, below, other):
+    """Return `below` in the lanes with value < limit, `other` elsewhere."""
+
+    def generate(context, builder, signature, args):
+        value, limit, below, other = args
+        return builder.select(builder.fcmp_ordered("<", value, limit), below, other)
+
+    return vector(vector, vector, vector, vector), generate
 
 
 def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
@@ -347,7 +379,10 @@ _LEAST = np.float32(-87.0)
 _MOST = np.float32(88.0)
 _P5, _P4, _P3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P2, _P1, _P0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_ONE = np.float32(1.0)
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_SMALL = np.float32(0.625)
+_T4, _T3, _T2 = np.float32(-5.70498872745e-3), np.float32(2.06390887954e-2), np.float32(-5.37397155531e-2)
+_T1, _T0 = np.float32(1.33314422036e-1), np.float32(-3.33332819422e-1)
 
 
 @routine(forceinline=True)
@@ -363,3 +398,17 @@ def exp(x):
     value = fma(value, rest, splat(_P1))
     value = fma(value, rest, splat(_P0))
     return _scale_by_power_of_two(fma(value, rest * rest, rest) + splat(_ONE), shifted)
+
+
+@routine(forceinline=True)
+def tanh(x):
+    """Return tanh(x) for each lane, less than 1.5 units in the last place off. The algorithm is Cephes' tanhf."""
+    size = copy_sign(x, splat(_ONE))
+    square = x * x
+    value = fma(splat(_T4), square, splat(_T3))
+    value = fma(value, square, splat(_T2))
+    value = fma(value, square, splat(_T1))
+    value = fma(value, square, splat(_T0))
+    small = fma(value, square * x, x)
+    large = splat(_ONE) - splat(_TWO) / (exp(size + size) + splat(_ONE))
+    return choose_below(size, splat(_SMALL), small, copy_sign(large, x))
