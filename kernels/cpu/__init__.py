@@ -1,4 +1,4 @@
-"""The kernels for the CPU: Numba for attention and the small operations, oneDNN for products.
+"""The kernels for the CPU: Numba for attention, small operations and quantized products, oneDNN for the others.
 
 The functions take what those of `kernels.backend` take, in float32 or bfloat16, check it, and hand addresses to the
 compiled kernels.
@@ -24,10 +24,12 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
+from kernels.cpu.groupwise import PackedGroupwise
 from kernels.cpu.products import PackedLinear, embedding, linear, pack_linear
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
+    "PackedGroupwise",
     "PackedLinear",
     "add_rms_norm",
     "draw",

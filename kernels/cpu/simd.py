@@ -147,6 +147,18 @@ def _load_some(typingctx, memory, index, count):
 
 
 @intrinsic
+def load_half(typingctx, memory, index):
+    """Return 16 elements of 16-bit memory from element `index` on, taken as IEEE half precision."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(ir.HalfType(), LANES)
+        address = builder.bitcast(_address(context, builder, memory, *args), kind.as_pointer())
+        return builder.fpext(builder.load(address, align=2), _FLOATS)
+
+    return vector(memory, types.int64), generate
+
+
+@intrinsic
 def load_splat(typingctx, memory, index):
     """Return a vector with element `index` of `memory` in every lane."""
 
@@ -294,6 +306,58 @@ def fma(typingctx, factor, other, addend):
         return builder.call(builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind), args)
 
     return vector(vector, vector, vector), generate
+
+
+@intrinsic
+def low_bits(typingctx, words, mask):
+    """Return each lane's 32 bits & mask, a number from 0 on, as float32."""
+
+    def generate(context, builder, signature, args):
+        mask = _broadcast(builder, builder.trunc(args[1], _INT32))
+        return builder.sitofp(builder.and_(builder.bitcast(args[0], _ints(32)), mask), _FLOATS)
+
+    return vector(vector, types.int64), generate
+
+
+@intrinsic
+def shift_right(typingctx, words, count):
+    """Return each lane's 32 bits >> count."""
+
+    def generate(context, builder, signature, args):
+        count = _broadcast(builder, builder.trunc(args[1], _INT32))
+        return builder.bitcast(builder.lshr(builder.bitcast(args[0], _ints(32)), count), _FLOATS)
+
+    return vector(vector, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typingctx, count):
+    """Return a tuple of `count` vectors of zeros; the count is a constant."""
+    result = types.UniTuple(vector, count.literal_value)
+
+    def generate(context, builder, signature, args):
+        return context.make_tuple(builder, result, [ir.Constant(_FLOATS, None)] * result.count)
+
+    return result(count), generate
+
+
+@intrinsic
+def add_products(typingctx, sums, memory, index, stride, row):
+    """Return fma(x, row, sum) for each of a tuple of sums; x are elements of `memory`, `stride` apart, from `index`."""
+
+    def generate(context, builder, signature, args):
+        sums, memory, index, stride, row = args
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fused = builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind)
+        added = []
+        for total in cgutils.unpack_tuple(builder, sums):
+            address = _address(context, builder, signature.args[1], memory, index)
+            x = builder.load(builder.bitcast(address, _FLOAT.as_pointer()))
+            added.append(builder.call(fused, [_broadcast(builder, x), row, total]))
+            index = builder.add(index, stride)
+        return context.make_tuple(builder, signature.return_type, added)
+
+    return sums(sums, memory, types.int64, types.int64, vector), generate
 
 
 @intrinsic
