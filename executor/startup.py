@@ -20,6 +20,7 @@ from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
 from kernels import ChosenBackend
+from kernels.cpu import PackedGroupwise
 from kernels.cpu.warm_up import warm_up as warm_up_kernels
 from protocol.config import FIELDS, Config
 from protocol.messages import ExecutorReady, SequenceInit, SequenceStep, Step, pack_ids
@@ -79,7 +80,7 @@ def start_executor(config: Config) -> Executor:
         runner = _make_runner(config, model, max_model_len, dtype, chosen)
     if chosen.name == "cpu":
         with phase("kernels"):
-            compile_kernels(dtype)
+            compile_kernels(dtype, _has_groupwise(model))
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     progress = StepProgress()
@@ -105,9 +106,11 @@ def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> in
     return requested or model_config.default_max_model_len
 
 
-def compile_kernels(dtype: torch.dtype) -> None:
+def compile_kernels(dtype: torch.dtype, has_groupwise: bool) -> None:
     """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
-    with tqdm(warm_up_kernels(dtype), desc="kernels", unit=" kernels", disable=None, leave=False) as compiled:
+    with tqdm(
+        warm_up_kernels(dtype, has_groupwise), desc="kernels", unit=" kernels", disable=None, leave=False
+    ) as compiled:
         was_said = False
         for name, seconds in compiled:
             compiled.set_postfix_str(name)
@@ -148,6 +151,10 @@ def _choose_threads(config: Config) -> None:
     num_threads, reason = choose_num_threads(config.num_threads)
     kernels.cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
+
+
+def _has_groupwise(model: Decoder) -> bool:
+    return any(isinstance(getattr(module, "packed", None), PackedGroupwise) for module in model.modules())
 
 
 def _log_weights(model: Decoder) -> None:

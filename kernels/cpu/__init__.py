@@ -1,4 +1,4 @@
-"""The kernels for the CPU: Numba for attention and the small operations, oneDNN for products.
+"""The kernels for the CPU: Numba for attention, small operations and quantized products, oneDNN for the others.
 
 The functions take what those of `kernels.backend` take, in float32 or bfloat16, check it, and hand addresses to the
 compiled kernels.
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels import reference
 from kernels.cpu import attention, pointwise, sampling
 from kernels.cpu.checks import (
+    address_of_heads,
     addresses,
     contiguous,
     dense_heads,
@@ -24,10 +24,12 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
+from kernels.cpu.groupwise import PackedGroupwise
 from kernels.cpu.products import PackedLinear, embedding, linear, pack_linear
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
+    "PackedGroupwise",
     "PackedLinear",
     "add_rms_norm",
     "draw",
@@ -96,11 +98,6 @@ def paged_attention(
     sinks_H: Tensor | None = None,
     alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
-    if soft_cap is not None or sinks_H is not None or alibi_slopes_H is not None:
-        return reference.paged_attention(
-            *(q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S, scale),
-            *(sliding_window, soft_cap, sinks_H, alibi_slopes_H),
-        )
     num_tokens, num_heads, head_size = q_THD.shape
     num_blocks, num_kv_heads, _, block_size = k_cache_NKDP.shape
     value_size = v_cache_NKPD.shape[3]
@@ -113,6 +110,8 @@ def paged_attention(
         raise ValueError(f"{num_heads} query heads do not share {num_kv_heads} key/value heads evenly")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window is {sliding_window}, at least 1 is needed")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}, more than 0 is needed")
     kind = like(q_THD, k_cache_NKDP, v_cache_NKPD)
     require_contiguous(k_cache_NKDP, v_cache_NKPD)
     q_THD = dense_heads(q_THD)
@@ -121,12 +120,19 @@ def paged_attention(
     out_THD = q_THD.new_empty((num_tokens, num_heads, value_size))
     malformed = attention.paged_attention(
         kind,
-        addresses(out_THD, q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S),
+        (
+            *addresses(out_THD, q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S),
+            *(
+                address_of_heads("sinks", sinks_H, num_heads),
+                address_of_heads("alibi_slopes", alibi_slopes_H, num_heads),
+            ),
+        ),
         (
             *(num_tokens, num_seqs, num_blocks, max_blocks, block_size, num_heads, num_kv_heads),
             *(head_size, value_size, q_THD.stride(0), sliding_window or NO_WINDOW),
         ),
         float(scale),
+        float(soft_cap or 0.0),
         torch.get_num_threads(),
     )
     if malformed >= 0:

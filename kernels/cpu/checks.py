@@ -24,6 +24,17 @@ def addresses(*tensors: Tensor) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in tensors])
 
 
+def address_of_heads(name: str, values_H: Tensor | None, num_heads: int) -> int:
+    """Return the address of one float32 a head; 0 if there are none."""
+    if values_H is None:
+        return 0
+    require_shape(name, values_H, (num_heads,))
+    if values_H.dtype is not torch.float32 or not values_H.is_cpu:
+        raise ValueError(f"{name} is {values_H.dtype} on {values_H.device}, float32 on the CPU is needed")
+    require_contiguous(values_H)
+    return values_H.data_ptr()
+
+
 def require_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")

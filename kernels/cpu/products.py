@@ -1,5 +1,7 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
+Quantized weights have products of their own (`kernels.cpu.groupwise`).
+
 M rows, N outputs, K inputs.
 """
 
@@ -10,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import reference
+from kernels.cpu import groupwise
+from kernels.cpu.groupwise import PackedGroupwise
 from kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
@@ -38,16 +41,14 @@ class PackedLinear:
         return self.num_inputs * self.num_outputs * self.packed.dtype.itemsize
 
 
-def pack_linear(
-    weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None
-) -> PackedLinear | reference.DenseLinear:
+def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PackedLinear | PackedGroupwise:
     """See `kernels.backend`.
 
     A row's product has the same bits among any number of rows: that is tried out, once for each shape. Raises
     RuntimeError where this machine cannot keep to it.
     """
     if isinstance(weight_NK, GroupwiseWeight):
-        return reference.pack_linear(weight_NK, bias_N)
+        return groupwise.pack(weight_NK, bias_N)
     dtype = weight_NK.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a weight on the CPU is float32 or bfloat16, not {dtype}")
@@ -66,14 +67,14 @@ def pack_linear(
     )
 
 
-def linear(x_MK: Tensor, layer: PackedLinear | reference.DenseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x_MK: Tensor, layer: PackedLinear | PackedGroupwise, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.backend`.
 
     With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded where the product is computed in
     float32; a machine with bfloat16 instructions has rounded them (see `PackedLinear.form`).
     """
-    if isinstance(layer, reference.DenseLinear):
-        return reference.linear(x_MK, layer, out_dtype)
+    if isinstance(layer, PackedGroupwise):
+        return groupwise.linear(x_MK, layer, out_dtype)
     if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.dtype:
         raise ValueError(
             f"expected {layer.num_inputs} inputs a row in {layer.dtype}, not {tuple(x_MK.shape)} in {x_MK.dtype}"
@@ -87,9 +88,9 @@ def linear(x_MK: Tensor, layer: PackedLinear | reference.DenseLinear, out_dtype:
     return torch.cat([_slice(part, layer).to(out_dtype) for part in torch.split(x_MK, layer.max_rows)])
 
 
-def embedding(token_ids_T: Tensor, layer: reference.DenseLinear, dtype: torch.dtype) -> Tensor:
+def embedding(token_ids_T: Tensor, layer: PackedGroupwise, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`."""
-    return reference.embedding(token_ids_T, layer, dtype)
+    return groupwise.embedding(token_ids_T, layer, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -147,6 +147,18 @@ def _load_some(typingctx, memory, index, count):
 
 
 @intrinsic
+def load_half(typingctx, memory, index):
+    """Return 16 elements of 16-bit memory from element `index` on, taken as IEEE half precision."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(ir.HalfType(), LANES)
+        address = builder.bitcast(_address(context, builder, memory, *args), kind.as_pointer())
+        return builder.fpext(builder.load(address, align=2), _FLOATS)
+
+    return vector(memory, types.int64), generate
+
+
+@intrinsic
 def load_splat(typingctx, memory, index):
     """Return a vector with element `index` of `memory` in every lane."""
 
@@ -266,6 +278,16 @@ def splat(typingctx, scalar):
 
 
 @intrinsic
+def lane_indices(typingctx):
+    """Return the numbers 0 to 15."""
+
+    def generate(context, builder, signature, args):
+        return ir.Constant(_FLOATS, [float(index) for index in range(LANES)])
+
+    return vector(), generate
+
+
+@intrinsic
 def lane(typingctx, value, index):
     """Return one lane as float32."""
 
@@ -287,6 +309,58 @@ def fma(typingctx, factor, other, addend):
 
 
 @intrinsic
+def low_bits(typingctx, words, mask):
+    """Return each lane's 32 bits & mask, a number from 0 on, as float32."""
+
+    def generate(context, builder, signature, args):
+        mask = _broadcast(builder, builder.trunc(args[1], _INT32))
+        return builder.sitofp(builder.and_(builder.bitcast(args[0], _ints(32)), mask), _FLOATS)
+
+    return vector(vector, types.int64), generate
+
+
+@intrinsic
+def shift_right(typingctx, words, count):
+    """Return each lane's 32 bits >> count."""
+
+    def generate(context, builder, signature, args):
+        count = _broadcast(builder, builder.trunc(args[1], _INT32))
+        return builder.bitcast(builder.lshr(builder.bitcast(args[0], _ints(32)), count), _FLOATS)
+
+    return vector(vector, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typingctx, count):
+    """Return a tuple of `count` vectors of zeros; the count is a constant."""
+    result = types.UniTuple(vector, count.literal_value)
+
+    def generate(context, builder, signature, args):
+        return context.make_tuple(builder, result, [ir.Constant(_FLOATS, None)] * result.count)
+
+    return result(count), generate
+
+
+@intrinsic
+def add_products(typingctx, sums, memory, index, stride, row):
+    """Return fma(x, row, sum) for each of a tuple of sums; x are elements of `memory`, `stride` apart, from `index`."""
+
+    def generate(context, builder, signature, args):
+        sums, memory, index, stride, row = args
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fused = builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind)
+        added = []
+        for total in cgutils.unpack_tuple(builder, sums):
+            address = _address(context, builder, signature.args[1], memory, index)
+            x = builder.load(builder.bitcast(address, _FLOAT.as_pointer()))
+            added.append(builder.call(fused, [_broadcast(builder, x), row, total]))
+            index = builder.add(index, stride)
+        return context.make_tuple(builder, signature.return_type, added)
+
+    return sums(sums, memory, types.int64, types.int64, vector), generate
+
+
+@intrinsic
 def keep(typingctx, value, first, start, stop, other):
     """Return `value` in the lanes with start <= first + lane < stop, `other` elsewhere."""
 
@@ -298,6 +372,28 @@ def keep(typingctx, value, first, start, stop, other):
         return builder.select(builder.and_(above, below), value, other)
 
     return vector(vector, types.int64, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def copy_sign(typingctx, magnitude, sign):
+    """Return the absolute value of `magnitude` with the sign of `sign` for each lane."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 2)
+        return builder.call(builder.module.declare_intrinsic("llvm.copysign.v16f32", (), kind), args)
+
+    return vector(vector, vector), generate
+
+
+@intrinsic
+def choose_below(typingctx, value, limit, below, other):
+    """Return `below` in the lanes with value < limit, `other` elsewhere."""
+
+    def generate(context, builder, signature, args):
+        value, limit, below, other = args
+        return builder.select(builder.fcmp_ordered("<", value, limit), below, other)
+
+    return vector(vector, vector, vector, vector), generate
 
 
 def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
@@ -347,7 +443,10 @@ _LEAST = np.float32(-87.0)
 _MOST = np.float32(88.0)
 _P5, _P4, _P3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 _P2, _P1, _P0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_ONE = np.float32(1.0)
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_SMALL = np.float32(0.625)
+_T4, _T3, _T2 = np.float32(-5.70498872745e-3), np.float32(2.06390887954e-2), np.float32(-5.37397155531e-2)
+_T1, _T0 = np.float32(1.33314422036e-1), np.float32(-3.33332819422e-1)
 
 
 @routine(forceinline=True)
@@ -363,3 +462,17 @@ def exp(x):
     value = fma(value, rest, splat(_P1))
     value = fma(value, rest, splat(_P0))
     return _scale_by_power_of_two(fma(value, rest * rest, rest) + splat(_ONE), shifted)
+
+
+@routine(forceinline=True)
+def tanh(x):
+    """Return tanh(x) for each lane, less than 1.5 units in the last place off. The algorithm is Cephes' tanhf."""
+    size = copy_sign(x, splat(_ONE))
+    square = x * x
+    value = fma(splat(_T4), square, splat(_T3))
+    value = fma(value, square, splat(_T2))
+    value = fma(value, square, splat(_T1))
+    value = fma(value, square, splat(_T0))
+    small = fma(value, square * x, x)
+    large = splat(_ONE) - splat(_TWO) / (exp(size + size) + splat(_ONE))
+    return choose_below(size, splat(_SMALL), small, copy_sign(large, x))

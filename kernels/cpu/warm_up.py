@@ -3,15 +3,22 @@
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 
 import torch
 
 from kernels import cpu
+from kernels.cpu import groupwise
+from kernels.groupwise import GroupwiseWeight
 
 
-def warm_up(dtype: torch.dtype) -> Iterator[tuple[str, float]]:
-    """Compile each kernel for `dtype` (float32 or bfloat16), or load it from the cache; yield its name and seconds."""
-    for name, call in _calls(dtype):
+def warm_up(dtype: torch.dtype, has_groupwise: bool) -> Iterator[tuple[str, float]]:
+    """Compile each kernel for `dtype` (float32 or bfloat16), or load it from the cache; yield its name and seconds.
+
+    Those of quantized layers only if the model has some.
+    """
+    calls = chain(_calls(dtype), _groupwise_calls() if has_groupwise else ())
+    for name, call in calls:
         start = time.perf_counter()
         call()
         yield name, time.perf_counter() - start
@@ -36,3 +43,11 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "paged_attention", partial(cpu.paged_attention, query, k_cache, v_cache, table, starts, one, 1.0)
     nothing, half = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
     yield "draw", partial(cpu.draw, torch.ones(1, size), nothing, half, half, half)
+
+
+def _groupwise_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+    """They take every dtype: one call each will do."""
+    weight = GroupwiseWeight(torch.zeros(1, 16, dtype=torch.uint8), 8, 16, torch.zeros(1, 1), None)
+    layer = groupwise.pack(weight, None)
+    yield "groupwise linear", partial(groupwise.linear, torch.zeros(1, 16), layer, None)
+    yield "groupwise embedding", partial(groupwise.embedding, torch.zeros(1, dtype=torch.int64), layer, torch.float32)

@@ -1,15 +1,24 @@
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import GroupwiseWeight, choose_backend, reference
+from kernels import GroupwiseWeight, choose_backend, cpu, reference
 from kernels.groupwise import concatenate, pack_codes
 
 
-def make_weight(bits: int, group_size: int, num_outputs: int, num_inputs: int, offsets: bool) -> GroupwiseWeight:
+def make_weight(
+    bits: int,
+    group_size: int,
+    num_outputs: int,
+    num_inputs: int,
+    offsets: bool,
+    scale_dtype: torch.dtype = torch.float16,
+) -> GroupwiseWeight:
     generator = torch.Generator().manual_seed(bits + group_size)
     codes = torch.randint(0, 2**bits, (num_outputs, num_inputs), generator=generator, dtype=torch.uint8)
-    scales = torch.rand(num_outputs, num_inputs // group_size, generator=generator).half()
+    scales = torch.rand(num_outputs, num_inputs // group_size, generator=generator).to(scale_dtype)
     return GroupwiseWeight(pack_codes(codes, bits), bits, group_size, scales, -3 * scales if offsets else None)
 
 
@@ -61,6 +70,100 @@ def test_products_and_rows_are_those_of_the_dequantized_weight(bits: int, group_
     torch.testing.assert_close(kernels.linear(x, layer), x @ weight.dequantize().T + 1, rtol=1e-4, atol=1e-4)
     ids = torch.tensor([0, 47, 3])
     torch.testing.assert_close(kernels.embedding(ids, layer, torch.float32), weight.dequantize()[ids])
+
+
+FORMS = pytest.mark.parametrize(
+    ("bits", "group_size", "num_outputs", "num_inputs", "offsets", "scale_dtype"),
+    [
+        (4, 32, 200, 192, True, torch.float16),
+        (4, 128, 96, 1_536, False, torch.float16),
+        (4, 16, 33, 80, True, torch.float32),
+        (4, 48, 1, 240, False, torch.float32),
+        (8, 32, 130, 576, False, torch.float16),
+        (8, 64, 31, 320, True, torch.float32),
+        (8, 272, 47, 272, True, torch.float16),
+    ],
+)
+
+
+@FORMS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_the_dequantized_weight(
+    bits: int,
+    group_size: int,
+    num_outputs: int,
+    num_inputs: int,
+    offsets: bool,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    """Within 1e-6 of the sum of the products' sizes, and one rounding to bfloat16."""
+    weight = make_weight(bits, group_size, num_outputs, num_inputs, offsets, scale_dtype)
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(num_outputs, generator=generator) if offsets else None
+    layer = cpu.pack_linear(weight, bias)
+    dense = weight.dequantize().double()
+    for num_rows in (0, 1, 3, 8, 33, 200):
+        x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
+        expected = x.double() @ dense.T + (0 if bias is None else bias)
+        bound = 1e-6 * (x.double().abs() @ dense.abs().T + 1)
+        out = cpu.linear(x, layer, torch.float32)
+        assert out.shape == (num_rows, num_outputs)
+        assert ((out - expected).abs() <= bound).all()
+        assert torch.equal(cpu.linear(x, layer), out.to(dtype))
+
+
+@FORMS
+def test_rows_are_those_of_the_dequantized_weight(
+    bits: int, group_size: int, num_outputs: int, num_inputs: int, offsets: bool, scale_dtype: torch.dtype
+) -> None:
+    weight = make_weight(bits, group_size, num_outputs, num_inputs, offsets, scale_dtype)
+    layer, ids = cpu.pack_linear(weight), torch.arange(num_outputs).flip(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        rows, expected = cpu.embedding(ids, layer, dtype), weight.dequantize(dtype).flip(0)
+        if scale_dtype == torch.float16:
+            assert torch.equal(rows, expected)
+        else:  # scale * code is rounded in `expected`, but not in a fused multiply-add
+            torch.testing.assert_close(rows, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 192)])
+def test_bits_of_a_row_do_not_depend_on_rows_or_threads(bits: int, group_size: int, two_threads: None) -> None:
+    layer = cpu.pack_linear(make_weight(bits, group_size, 330, 576, True), torch.ones(330))
+    x = torch.randn(250, 576, generator=torch.Generator().manual_seed(0))
+    whole = cpu.linear(x, layer)
+    for num_threads in (1, 2):
+        cpu.set_num_threads(num_threads)
+        for num_rows in (*range(1, 20), 31, 95, 96, 97, 192, 193, 250):
+            assert torch.equal(cpu.linear(x[-num_rows:], layer), whole[-num_rows:])
+
+
+@pytest.mark.parametrize(
+    ("bits", "offsets", "num_bytes"), [(4, True, 96 * (32 + 2 * 4)), (4, False, 96 * (32 + 4)), (8, False, 96 * 68)]
+)
+def test_a_packed_weight_takes_what_the_quantized_one_does(bits: int, offsets: bool, num_bytes: int) -> None:
+    weight = make_weight(bits, 32, 70, 64, offsets)
+    layer = cpu.pack_linear(weight)
+    assert layer.form == f"{bits}-bit weights in groups of 32, multiplied in float32"
+    assert layer.nbytes == num_bytes  # outputs padded to 96
+    codes = weakref.ref(weight.codes_NB)
+    del weight
+    assert codes() is None
+
+
+def test_what_the_cpu_cannot_multiply_is_refused() -> None:
+    layer = cpu.pack_linear(make_weight(4, 32, 10, 64, True))
+    with pytest.raises(ValueError, match="expected 64 inputs"):
+        cpu.linear(torch.ones(2, 32), layer)
+    with pytest.raises(ValueError, match="float16"):
+        cpu.linear(torch.ones(2, 64, dtype=torch.float16), layer)
+    with pytest.raises(IndexError, match="id 10 of token 1"):
+        cpu.embedding(torch.tensor([9, 10]), layer, torch.float32)
+    with pytest.raises(ValueError, match="scales are"):
+        cpu.pack_linear(make_weight(4, 32, 10, 64, False, torch.bfloat16))
+    ragged = GroupwiseWeight(torch.zeros(2, 40, dtype=torch.uint8), 8, 16, torch.ones(2, 2), None)
+    with pytest.raises(ValueError, match="40 inputs"):
+        cpu.pack_linear(ragged)
 
 
 @pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "triton"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels import cpu
+from kernels.cpu import groupwise_kernels
 from kernels.cpu.checks import LIKE
 from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up
@@ -53,8 +54,10 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
-    names = [name for name, _ in warm_up(dtype)]
-    assert len(names) == len(set(names)) == 12
+    plain_names = [name for name, _ in warm_up(dtype, has_groupwise=False)]
+    assert len(plain_names) == len(set(plain_names)) == 12
+    names = [name for name, _ in warm_up(dtype, has_groupwise=True)]
+    assert names == [*plain_names, "groupwise linear", "groupwise embedding"]
     kernels = {
         name: kernel
         for module in (cpu.pointwise, cpu.attention)
@@ -65,6 +68,7 @@ def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     like = numba.typeof(LIKE[dtype])
     compiled = {name for name, kernel in kernels.items() if like in {kind for (kind, *_) in kernel.signatures}}
     assert compiled == kernels.keys() - {"first_outside"}
+    assert len(groupwise_kernels.linear.signatures) == len(groupwise_kernels.embedding.signatures) == 1
     assert len(cpu.pointwise.first_outside.signatures) == len(cpu.sampling.draw.signatures) == 1
 
 

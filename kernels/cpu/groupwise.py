@@ -1,0 +1,110 @@
+"""Linear layers with weights of 4 or 8 bits on the CPU, which stay quantized.
+
+T tokens or rows, N outputs, K inputs, G groups of inputs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.cpu import groupwise_kernels
+from kernels.cpu.checks import LIKE, contiguous, require_inside
+from kernels.cpu.groupwise_kernels import PANEL
+from kernels.groupwise import GroupwiseWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedGroupwise:
+    """A linear layer in the layout of `kernels.cpu.groupwise_kernels`, with outputs padded to whole panels."""
+
+    codes: Tensor  # int32, (panels, words a row, PANEL)
+    scales: Tensor  # (panels, G, PANEL), float16 or float32
+    offsets: Tensor | None  # as scales
+    bias: Tensor | None  # float32
+    num_outputs: int
+    num_inputs: int
+    group_size: int
+    bits: int
+
+    @property
+    def form(self) -> str:
+        return f"{self.bits}-bit weights in groups of {self.group_size}, multiplied in float32"
+
+    @property
+    def nbytes(self) -> int:
+        held = (self.codes, self.scales, self.offsets, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int]:
+        """Return where codes, scales, offsets and bias are; 0 for what there is not."""
+        held = (self.codes, self.scales, self.offsets, self.bias)
+        codes, scales, offsets, bias = [0 if tensor is None else tensor.data_ptr() for tensor in held]
+        return codes, scales, offsets, bias
+
+
+def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PackedGroupwise:
+    """Return a layer that holds nothing of `weight`. Raises ValueError if the weight is not what its class says."""
+    for name, values in (("scales", weight.scales_NG), ("offsets", weight.offsets_NG)):
+        if values is not None and (values.dtype not in (torch.float16, torch.float32) or not values.is_cpu):
+            raise ValueError(f"{name} are {values.dtype} on {values.device}, float16 or float32 on the CPU is needed")
+    if weight.num_inputs % weight.group_size != 0:
+        raise ValueError(f"{weight.num_inputs} inputs are no whole number of groups of {weight.group_size}")
+    codes_NB = weight.codes_NB.clone(memory_format=torch.contiguous_format)  # from an address that suits int32
+    return PackedGroupwise(
+        codes=_in_panels(codes_NB.view(torch.int32)),
+        scales=_in_panels(weight.scales_NG),
+        offsets=None if weight.offsets_NG is None else _in_panels(weight.offsets_NG),
+        bias=None if bias_N is None else functional.pad(bias_N.float(), (0, -len(bias_N) % PANEL)).clone(),
+        num_outputs=weight.num_outputs,
+        num_inputs=weight.num_inputs,
+        group_size=weight.group_size,
+        bits=weight.bits,
+    )
+
+
+def linear(x_TK: Tensor, layer: PackedGroupwise, out_dtype: torch.dtype | None) -> Tensor:
+    """See `kernels.backend`; sums are float32 and rounded once. A row has the same bits among any number of rows."""
+    if x_TK.ndim != 2 or x_TK.shape[1] != layer.num_inputs or not x_TK.is_cpu:
+        raise ValueError(f"expected {layer.num_inputs} inputs a row on the CPU, not {tuple(x_TK.shape)}")
+    x_TK = x_TK.contiguous()
+    num_rows, dtype = x_TK.shape[0], out_dtype or x_TK.dtype
+    sizes = _sizes(num_rows, layer, dtype, x_TK.dtype)
+    out_TN = torch.empty(num_rows, layer.num_outputs, dtype=dtype)
+    if num_rows > 0:
+        memory = (out_TN.data_ptr(), x_TK.data_ptr(), *layer.addresses)
+        groupwise_kernels.linear(memory, sizes, torch.get_num_threads())
+    return out_TN
+
+
+def embedding(token_ids_T: Tensor, layer: PackedGroupwise, dtype: torch.dtype) -> Tensor:
+    """See `kernels.backend`. Raises IndexError on a token (int64) without a row."""
+    token_ids_T = contiguous(token_ids_T, torch.int64)
+    require_inside("id", token_ids_T, 0, layer.num_outputs)
+    sizes = _sizes(len(token_ids_T), layer, dtype, dtype)
+    out_TK = torch.empty(len(token_ids_T), layer.num_inputs, dtype=dtype)
+    groupwise_kernels.embedding((out_TK.data_ptr(), 0, *layer.addresses), sizes, token_ids_T.numpy())
+    return out_TK
+
+
+def _sizes(
+    num_rows: int, layer: PackedGroupwise, out_dtype: torch.dtype, x_dtype: torch.dtype
+) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """Return the fields of `groupwise_kernels.Product` from num_rows on."""
+    for dtype in (out_dtype, x_dtype):
+        if dtype not in LIKE:
+            raise ValueError(f"activations on the CPU are float32 or bfloat16, not {dtype}")
+    return (
+        *(num_rows, layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits),
+        *(out_dtype.itemsize, x_dtype.itemsize, layer.scales.itemsize),
+        0 if layer.offsets is None else layer.offsets.itemsize,
+    )
+
+
+def _in_panels(values_NG: Tensor) -> Tensor:
+    """Return (panels, G, PANEL), padded with zeros."""
+    num_columns = values_NG.shape[1]
+    padded = functional.pad(values_NG, (0, 0, 0, -len(values_NG) % PANEL))
+    return padded.view(-1, PANEL, num_columns).transpose(1, 2).contiguous()
