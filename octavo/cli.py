@@ -23,7 +23,15 @@ MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the de
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
     "server": ("host", "port", "api_key", "served_model_name", "log_level"),
-    "model": ("dtype", "load_format", "max_model_len", "generation_config", "trust_remote_code", "seed"),
+    "model": (
+        "dtype",
+        "load_format",
+        "quantization",
+        "max_model_len",
+        "generation_config",
+        "trust_remote_code",
+        "seed",
+    ),
     "KV cache and batching": (
         "block_size",
         "kv_cache_memory_bytes",

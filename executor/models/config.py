@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from executor.models.rotary import Rope
+from executor.quantization import Quantization, read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,6 +54,7 @@ class ModelConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    quantization: Quantization | None = None  # how the checkpoint stores its weights, if not plainly
 
     @property
     def default_max_model_len(self) -> int:
@@ -111,7 +113,8 @@ def read_model_config(directory: Path) -> ModelConfig:
         raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
         row = _row(raw.architectures)
         checkpoint = msgspec.json.decode(path.read_bytes(), type=_Checkpoint)
-        return _resolve(raw.architectures[0], row, checkpoint)
+        quantization = read_quantization(directory, checkpoint.quantization_config)
+        return _resolve(raw.architectures[0], row, checkpoint, quantization)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
     except ValueError as error:
@@ -125,7 +128,9 @@ def _row(architectures: list[str]) -> Architecture:
     return ARCHITECTURES[architectures[0]]
 
 
-def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> ModelConfig:
+def _resolve(
+    architecture: str, row: Architecture, checkpoint: _Checkpoint, quantization: Quantization | None
+) -> ModelConfig:
     _refuse_unsupported(checkpoint)
     attention_bias = row.reads_attention_bias and checkpoint.attention_bias
     config = ModelConfig(
@@ -147,6 +152,7 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
         o_bias=attention_bias,
         mlp_bias=row.reads_mlp_bias and checkpoint.mlp_bias,
         qk_norm=row.qk_norm,
+        quantization=quantization,
     )
     _check_heads(config)
     return config
@@ -155,9 +161,6 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
 def _refuse_unsupported(checkpoint: _Checkpoint) -> None:
     if checkpoint.hidden_act != "silu":
         raise ValueError(f"hidden_act {checkpoint.hidden_act!r} is not supported; supported: silu")
-    if checkpoint.quantization_config is not None:
-        method = checkpoint.quantization_config.get("quant_method", "unnamed")
-        raise ValueError(f"quantization_config is not supported (its quant_method is {method!r})")
 
 
 def _check_heads(config: ModelConfig) -> None:

@@ -110,7 +110,7 @@ class DecoderStack(Module):
 
     def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, backend)
         layers = [DecoderLayer(config, window, parallel, backend) for window in config.sliding_windows]
         self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, backend)

@@ -21,6 +21,8 @@ class GGUFFile:
             raise ModelError(f"{path} is not a whole GGUF file ({error}). Download it again.") from error
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        if reader.byte_order != "I":
+            raise ModelError(f"{path} is a GGUF file for machines of the other byte order.")
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
         if (self.get("split.count") or 1) > 1:

@@ -1,0 +1,139 @@
+"""AWQ's and GPTQ's tensors: codes and zero points packed into int32, scales, and nothing else of a weight.
+
+N outputs, K inputs, G groups of inputs. A weight is scale * (code - zero).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from executor.quantization.config import Quantization
+from executor.quantization.groups import smallest_float, whole_groups
+from executor.shards import Shard
+from kernels.groupwise import GroupwiseWeight, pack_codes
+
+# An int32 of AWQ's "gemm" holds 8 outputs; the nibble of each of them, counted from the lowest.
+AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
+LONGEST_GROUP = 128  # a scale for all inputs of a row is held as one for each group of so many, all equal
+
+OpenSlice = Callable[[str], Any]  # the safetensors slice of a part such as "qweight"; None without it
+
+
+def read_packed(open_part: OpenSlice, quantization: Quantization, shard: Shard, shape: list[int]) -> GroupwiseWeight:
+    """Return a shard of a weight, which as a whole has `shape` (outputs, inputs).
+
+    Raises ValueError if a part is missing, has another shape or type, or inputs are in another order (act-order).
+    """
+    assert quantization.bits is not None
+    num_outputs, num_inputs = shape
+    group_size = quantization.group_size or num_inputs
+    if num_inputs % group_size:
+        raise ValueError(f"{num_inputs} inputs do not divide into groups of {group_size}")
+    inputs = _input_bounds(shard, quantization, num_inputs)
+    outputs = shard.bounds if shard.dim == 0 else (0, num_outputs)
+    groups = slice(inputs[0] // group_size, -(-inputs[1] // group_size))
+    parts = _Parts(open_part, quantization.bits, num_outputs, num_inputs, group_size)
+    if quantization.method == "awq":
+        codes_NB, zeros_NG = parts.awq_codes(inputs, outputs), parts.awq_zeros(groups, outputs)
+    else:
+        parts.refuse_act_order()
+        codes_NB, zeros_NG = parts.gptq_codes(inputs, outputs), parts.gptq_zeros(groups, outputs)
+    scales_NG = parts.scales(groups, outputs)
+    zeros_NG += quantization.zero_shift
+    middle = 2 ** (quantization.bits - 1)
+    offsets_NG = None if bool((zeros_NG == middle).all()) else smallest_float(-zeros_NG * scales_NG.float())
+    if quantization.group_size is None:
+        group_size = _longest_group(inputs[1] - inputs[0])
+        num_groups = (inputs[1] - inputs[0]) // group_size
+        scales_NG = scales_NG.expand(-1, num_groups).contiguous()
+        offsets_NG = None if offsets_NG is None else offsets_NG.expand(-1, num_groups).contiguous()
+    return GroupwiseWeight(codes_NB, quantization.bits, group_size, scales_NG, offsets_NG)
+
+
+class _Parts:
+    """The tensors of one weight, each checked before any of it is read."""
+
+    def __init__(self, open_part: OpenSlice, bits: int, num_outputs: int, num_inputs: int, group_size: int) -> None:
+        self._open = open_part
+        self._num_outputs, self._num_inputs, self._group_size = num_outputs, num_inputs, group_size
+        self._num_groups = num_inputs // group_size
+        self._bits = bits
+        self._per_word = 32 // bits
+
+    def awq_codes(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> Tensor:
+        codes_KN = self._awq("qweight", self._num_inputs, slice(*inputs), outputs)
+        return pack_codes(codes_KN.T, self._bits).contiguous()
+
+    def awq_zeros(self, groups: slice, outputs: tuple[int, int]) -> Tensor:
+        return self._awq("qzeros", self._num_groups, groups, outputs).T.int()
+
+    def gptq_codes(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> Tensor:
+        words = self._opened("qweight", [self._num_inputs // self._per_word, self._num_outputs], "I32")
+        rows = slice(inputs[0] // self._per_word, inputs[1] // self._per_word)
+        # A word holds inputs side by side, the first one in its lowest bits: so do the bytes of a GroupwiseWeight.
+        codes_NB: Tensor = words[rows, slice(*outputs)].T.contiguous().view(torch.uint8)
+        return codes_NB
+
+    def gptq_zeros(self, groups: slice, outputs: tuple[int, int]) -> Tensor:
+        words = self._opened("qzeros", [self._num_groups, self._num_outputs // self._per_word], "I32")
+        columns, kept = self._columns(outputs)
+        return _spread(words[groups, columns], self._bits)[:, kept].T.int()
+
+    def scales(self, groups: slice, outputs: tuple[int, int]) -> Tensor:
+        scales = self._opened("scales", [self._num_groups, self._num_outputs], "F16", "BF16", "F32")
+        return smallest_float(scales[groups, slice(*outputs)].T.clone())  # the slice is the file's memory
+
+    def refuse_act_order(self) -> None:
+        if self._open("g_idx") is None:
+            return
+        written = self._opened("g_idx", [self._num_inputs], "I32")[:]
+        if not torch.equal(written, torch.arange(self._num_inputs, dtype=torch.int32) // self._group_size):
+            raise ValueError("inputs that are grouped out of order (desc_act, act-order) are not supported")
+
+    def _awq(self, part: str, num_rows: int, rows: slice, outputs: tuple[int, int]) -> Tensor:
+        words = self._opened(part, [num_rows, self._num_outputs // self._per_word], "I32")
+        columns, kept = self._columns(outputs)
+        nibbles_RN = _spread(words[rows, columns], self._bits)
+        words_RWC = nibbles_RN.view(len(nibbles_RN), -1, self._per_word)
+        return words_RWC[..., AWQ_NIBBLES].flatten(1)[:, kept]
+
+    def _columns(self, outputs: tuple[int, int]) -> tuple[slice, slice]:
+        """Return the words that hold these outputs, and what to keep of them."""
+        first = outputs[0] // self._per_word
+        kept = slice(outputs[0] - first * self._per_word, outputs[1] - first * self._per_word)
+        return slice(first, -(-outputs[1] // self._per_word)), kept
+
+    def _opened(self, part: str, shape: list[int], *types: str) -> Any:
+        found = self._open(part)
+        if found is None:
+            raise ValueError(f"{part} is missing")
+        if list(found.get_shape()) != shape or found.get_dtype() not in types:
+            raise ValueError(
+                f"{part} has shape {list(found.get_shape())} and type {found.get_dtype()}, but {shape} of"
+                f" {' or '.join(types)} is expected for {self._num_outputs} outputs of {self._num_inputs} inputs with"
+                f" {self._bits} bits in groups of {self._group_size}"
+            )
+        return found
+
+
+def _input_bounds(shard: Shard, quantization: Quantization, num_inputs: int) -> tuple[int, int]:
+    if shard.dim == 0:
+        return 0, num_inputs
+    return whole_groups(shard, quantization.group_size or _longest_group(num_inputs))
+
+
+def _longest_group(num_inputs: int) -> int:
+    size = next((size for size in range(LONGEST_GROUP, 15, -16) if num_inputs % size == 0), None)
+    if size is None:
+        raise ValueError(f"{num_inputs} inputs do not divide into groups of a multiple of 16")
+    return size
+
+
+def _spread(words_RW: Tensor, bits: int) -> Tensor:
+    """Return the codes in each int32, lowest bits first, as uint8."""
+    bytes_RB = words_RW.contiguous().view(torch.uint8)
+    if bits == 8:
+        return bytes_RB
+    return torch.stack([bytes_RB & 15, bytes_RB >> 4], dim=-1).flatten(1)
