@@ -1,6 +1,7 @@
 """A GGUF file as a source of weights: mapped, by the index that was written beside it when the model was resolved."""
 
 import hashlib
+import math
 from pathlib import Path
 
 import msgspec
@@ -89,16 +90,24 @@ def deinterleaved_rows(num_rows: int, num_heads: int) -> np.ndarray:
 
 def read_index(directory: Path) -> GGUFIndex:
     """Return a directory's index. Raises ValueError if the file beside it is missing or another one."""
-    path = directory / GGUF_FILE
+    path, index_path = directory / GGUF_FILE, directory / GGUF_INDEX
     try:
-        index = msgspec.json.decode((directory / GGUF_INDEX).read_bytes(), type=GGUFIndex)
+        index = msgspec.json.decode(index_path.read_bytes(), type=GGUFIndex)
         with path.open("rb") as file:
             header = file.read(index.header_bytes)
         size_bytes = path.stat().st_size
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{directory / GGUF_INDEX} is not an index of a GGUF file: {error}") from None
+        raise ValueError(f"{index_path} is not an index of a GGUF file: {error}") from None
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: resolve the .gguf file again") from None
     if size_bytes != index.file_bytes or hashlib.sha256(header).hexdigest() != index.header_sha256:
-        raise ValueError(f"{path.resolve()} is damaged, or not the file that {directory / GGUF_INDEX} was made of")
+        raise ValueError(f"{path.resolve()} is damaged, or not the file that {index_path} was made of")
+    for name, tensor in index.tensors.items():
+        if tensor.type in GGUF_TYPES and tensor.offset_bytes + _num_bytes(tensor) > index.file_bytes:
+            raise ValueError(f"{index_path} is not an index of a GGUF file: {name} lies beyond the file")
     return index
+
+
+def _num_bytes(tensor: GGUFTensor) -> int:
+    block_elements, block_bytes = GGUF_TYPES[tensor.type]
+    return math.prod(tensor.shape) // block_elements * block_bytes

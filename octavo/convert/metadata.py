@@ -44,7 +44,7 @@ class GGUFFile:
         """The value of a key that every usable file has."""
         value = self.get(key)
         if value is None:
-            raise ModelError(f"{self.path} lacks the GGUF key {key!r}, so it cannot be converted.")
+            raise ModelError(f"{self.path} lacks the GGUF key {key!r}, so it cannot be served.")
         return value
 
     def token_id(self, name: str) -> int | None:

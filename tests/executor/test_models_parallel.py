@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,10 @@ class LockstepRank(TensorParallel):
         return torch.cat(self.lockstep.exchange(self.rank, x), dim=-1)
 
 
-def logits_of(directory: Path, parallel: TensorParallel) -> Tensor:
+def logits_of(directory: Path, parallel: TensorParallel, **options: Any) -> Tensor:
     config = read_model_config(directory)
-    model = load_model(
-        directory, config, torch.float32, max_model_len=64, parallel=parallel, backend=cpu, progress=False
-    )
+    options = {"max_model_len": 64, "backend": cpu, "progress": False} | options
+    model = load_model(directory, config, torch.float32, parallel=parallel, **options)
     return PagedDecoding(model, 16, 4, torch.float32).step({0: TOKEN_IDS[:5], 1: TOKEN_IDS})
 
 
@@ -96,15 +96,21 @@ def mixed_gguf(folder: Path) -> Path:
     return folder / "linked"
 
 
-def assert_ranks_equal_the_whole(directory: Path, world_size: int) -> None:
+def test_ranks_round_plain_weights_as_the_whole_does(tmp_path: Path) -> None:
+    """Where the shares of inputs are groups of 128, too."""
+    directory = make_checkpoint(tmp_path, hidden_size=256, intermediate_size=256)
+    assert_ranks_equal_the_whole(directory, 2, quantization="int4")
+
+
+def assert_ranks_equal_the_whole(directory: Path, world_size: int, **options: Any) -> None:
     lockstep = Lockstep(world_size)
 
     def run(rank: int) -> Tensor:
         with lockstep.turn:
-            return logits_of(directory, LockstepRank(rank, world_size, lockstep))
+            return logits_of(directory, LockstepRank(rank, world_size, lockstep), **options)
 
     with ThreadPoolExecutor(world_size) as threads:
         results = list(threads.map(run, range(world_size)))
-    expected_SV = logits_of(directory, TensorParallel())
+    expected_SV = logits_of(directory, TensorParallel(), **options)
     for logits_SV in results:
         assert_near(logits_SV, expected_SV)
