@@ -12,9 +12,10 @@ from torch import Tensor
 from executor.quantization.config import Quantization
 from executor.quantization.groups import smallest_float, whole_groups
 from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight, pack_codes
+from kernels.groupwise import GroupwiseWeight
 
-# An int32 of AWQ's "gemm" holds 8 outputs; the nibble of each of them, counted from the lowest.
+# Which of 8 outputs each nibble of an int32 of AWQ's "gemm" has, from the lowest; and the nibble of each output.
+AWQ_OUTPUTS = [0, 2, 4, 6, 1, 3, 5, 7]
 AWQ_NIBBLES = [0, 4, 1, 5, 2, 6, 3, 7]
 LONGEST_GROUP = 128  # a scale for all inputs of a row is held as one for each group of so many, all equal
 
@@ -63,11 +64,16 @@ class _Parts:
         self._per_word = 32 // bits
 
     def awq_codes(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> Tensor:
-        codes_KN = self._awq("qweight", self._num_inputs, slice(*inputs), outputs)
-        return pack_codes(codes_KN.T, self._bits).contiguous()
+        words = self._opened("qweight", [self._num_inputs, self._num_outputs // self._per_word], "I32")
+        columns, kept = self._columns(outputs)
+        return _transposed_awq(words[slice(*inputs), columns])[kept].contiguous()
 
     def awq_zeros(self, groups: slice, outputs: tuple[int, int]) -> Tensor:
-        return self._awq("qzeros", self._num_groups, groups, outputs).T.int()
+        words = self._opened("qzeros", [self._num_groups, self._num_outputs // self._per_word], "I32")
+        columns, kept = self._columns(outputs)
+        nibbles_GN = _spread(words[groups, columns], self._bits)
+        words_GWC = nibbles_GN.view(len(nibbles_GN), -1, self._per_word)
+        return words_GWC[..., AWQ_NIBBLES].flatten(1)[:, kept].T.int()
 
     def gptq_codes(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> Tensor:
         words = self._opened("qweight", [self._num_inputs // self._per_word, self._num_outputs], "I32")
@@ -91,13 +97,6 @@ class _Parts:
         written = self._opened("g_idx", [self._num_inputs], "I32")[:]
         if not torch.equal(written, torch.arange(self._num_inputs, dtype=torch.int32) // self._group_size):
             raise ValueError("inputs that are grouped out of order (desc_act, act-order) are not supported")
-
-    def _awq(self, part: str, num_rows: int, rows: slice, outputs: tuple[int, int]) -> Tensor:
-        words = self._opened(part, [num_rows, self._num_outputs // self._per_word], "I32")
-        columns, kept = self._columns(outputs)
-        nibbles_RN = _spread(words[rows, columns], self._bits)
-        words_RWC = nibbles_RN.view(len(nibbles_RN), -1, self._per_word)
-        return words_RWC[..., AWQ_NIBBLES].flatten(1)[:, kept]
 
     def _columns(self, outputs: tuple[int, int]) -> tuple[slice, slice]:
         """Return the words that hold these outputs, and what to keep of them."""
@@ -129,6 +128,19 @@ def _longest_group(num_inputs: int) -> int:
     if size is None:
         raise ValueError(f"{num_inputs} inputs do not divide into groups of a multiple of 16")
     return size
+
+
+def _transposed_awq(words_KW: Tensor) -> Tensor:
+    """Return codes_NB of 4 bits: of each two inputs, the codes of an output in one byte."""
+    num_inputs, num_words = words_KW.shape
+    bytes_KW4 = words_KW.contiguous().view(torch.uint8).view(num_inputs, num_words, 4)
+    even, odd = bytes_KW4[::2], bytes_KW4[1::2]
+    codes_W8B = torch.empty(num_words, 8, num_inputs // 2, dtype=torch.uint8)
+    for place in range(4):
+        low, high = AWQ_OUTPUTS[2 * place : 2 * place + 2]
+        codes_W8B[:, low] = ((even[..., place] & 15) | (odd[..., place] << 4)).T
+        codes_W8B[:, high] = ((even[..., place] >> 4) | (odd[..., place] & 240)).T
+    return codes_W8B.flatten(0, 1)
 
 
 def _spread(words_RW: Tensor, bits: int) -> Tensor:
