@@ -19,7 +19,7 @@ from executor.models.layers import Layer, num_outputs
 from executor.quantization import Quantization, round_weight
 from executor.quantization.fp8 import read_fp8
 from executor.quantization.groups import form_of, pad_outputs, to_device
-from executor.quantization.packed import read_packed
+from executor.quantization.packed import PACKED_PARTS, read_packed
 from executor.shards import Shard
 from kernels.groupwise import GroupwiseWeight, concatenate
 
@@ -30,7 +30,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 # what old checkpoints store although it is computed
 SKIPPED = ("rotary_emb.inv_freq",)
 READABLE_TYPES = ("F64", "F32", "F16", "BF16")
-PACKED_PARTS = (".qweight", ".qzeros", ".scales", ".g_idx")  # what AWQ and GPTQ store in place of .weight
 FP8_SCALES = (".weight_scale", ".weight_scale_inv")  # what stands beside a .weight of 8-bit floats
 # scales for activations and caches of 8-bit floats, which stay as they are here
 UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
@@ -57,7 +56,7 @@ class Source(Protocol):
 class Checkpoint:
     """The safetensors of a directory, open until the `with` block ends.
 
-    Weights that AWQ or GPTQ packed answer to the name of the plain weight that they are.
+    A weight that is packed into several tensors answers to the name of the plain weight that it is.
     """
 
     def __init__(self, directory: Path, quantization: Quantization | None = None) -> None:
@@ -103,7 +102,7 @@ class Checkpoint:
 
     def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> GroupwiseWeight | None:
         stem = name.removesuffix(".weight")
-        if self._quantization is None or f"{stem}.qweight" not in self._handles:
+        if self._quantization is None or self._packed_parts(stem) is None:
             return None
 
         def open_part(part: str) -> Any:
@@ -135,10 +134,14 @@ class Checkpoint:
     def _weight_of(self, name: str) -> list[str]:
         """Return the name of the weight that a tensor is, or is the first part of; nothing for another part."""
         stem, dot, leaf = name.rpartition(".")
-        if f"{stem}.qweight" in self._handles and dot + leaf in PACKED_PARTS:
-            return [f"{stem}.weight"] if leaf == "qweight" else []
+        if (parts := self._packed_parts(stem)) is not None and leaf in parts:
+            return [f"{stem}.weight"] if leaf == parts[0] else []
         is_scale = dot + leaf in FP8_SCALES and f"{stem}.weight" in self._handles
         return [] if is_scale or name.endswith(UNUSED_SCALES) else [name]
+
+    def _packed_parts(self, stem: str) -> tuple[str, ...] | None:
+        """Return what the weight of layer `stem` may consist of; None if it is not packed."""
+        return next((parts for parts in PACKED_PARTS if f"{stem}.{parts[0]}" in self._handles), None)
 
     def _is_empty_bias(self, name: str) -> bool:
         """Whether it is one of the biases of zeros that GPTQ's tools add to layers that have none."""

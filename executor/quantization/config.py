@@ -41,10 +41,11 @@ class _Fp8(msgspec.Struct):
     fmt: str = "e4m3"
 
 
-class _CompressedWeights(msgspec.Struct):
+class _CompressedWeights(msgspec.Struct, frozen=True):
     num_bits: int
     type: str
     strategy: str
+    group_size: int | None = None
     block_structure: tuple[int, int] | None = None
 
 
@@ -130,16 +131,21 @@ def _fp8(written: dict[str, Any]) -> Quantization:
 
 def _compressed_tensors(written: dict[str, Any]) -> Quantization:
     config = msgspec.convert(written, _CompressedTensors)
-    weights = [group.weights for group in config.config_groups.values()]
-    if config.format not in ("float-quantized", "naive-quantized") or any(w.type != "float" for w in weights):
-        types = ", ".join(f"{w.type} of {w.num_bits} bits" for w in weights)
-        raise ValueError(f"format {config.format!r} ({types}) is not supported; supported: float-quantized (fp8)")
-    if unknown := {w.strategy for w in weights} - {"tensor", "channel", "block"}:
-        raise ValueError(f"strategy {unknown.pop()!r} is not supported; supported: tensor, channel, block")
-    blocks = {w.block_structure for w in weights}
-    if len(blocks) > 1:
-        raise ValueError(f"groups of layers with different block_structure are not supported: {blocks}")
-    return Quantization(method="compressed-tensors", block_shape=blocks.pop() if blocks else None)
+    kinds = {group.weights for group in config.config_groups.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"config_groups of {len(kinds)} kinds of weights are not supported, but of one")
+    weights = kinds.pop()
+    match config.format, weights.type, weights.num_bits, weights.strategy:
+        case "float-quantized" | "naive-quantized", "float", 8, "tensor" | "channel" | "block":
+            return Quantization(method="compressed-tensors", block_shape=weights.block_structure)
+        case "pack-quantized", "int", 4 | 8 as bits, "group" | "channel" as strategy:
+            group_size = _group_size(weights.group_size or -1) if strategy == "group" else None
+            return Quantization(method="compressed-tensors", bits=bits, group_size=group_size)
+    raise ValueError(
+        f"format {config.format!r} ({weights.type} of {weights.num_bits} bits, a scale for each {weights.strategy}) is"
+        " not supported; supported: float-quantized (float of 8 bits; tensor, channel, block) and pack-quantized"
+        " (int of 4 or 8 bits; group, channel)"
+    )
 
 
 def _group_size(written: int) -> int | None:

@@ -15,7 +15,7 @@ from kernels import cpu
 from octavo.convert import link_gguf
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_near
-from tests.fakes.quantized_checkpoints import awq, compressed_fp8, fp8_blocks, gptq
+from tests.fakes.quantized_checkpoints import awq, compressed_fp8, compressed_packed, fp8_blocks, gptq
 from tests.fakes.tiny_gguf import tiny_model, write_gguf
 
 TIMEOUT_S = 30.0
@@ -76,6 +76,7 @@ QUANTIZED: dict[str, Callable[[Path], Path]] = {
     "awq": lambda folder: awq(folder, attention_bias=True).quantized,
     "gptq": lambda folder: gptq(folder).quantized,
     "gptq, no groups": lambda folder: gptq(folder, -1, hidden_size=512, intermediate_size=512).quantized,
+    "compressed-tensors": lambda folder: compressed_packed(folder, 32, symmetric=False).quantized,
     "fp8 blocks": lambda folder: fp8_blocks(folder).quantized,
     "fp8 channels": lambda folder: compressed_fp8(folder, "channel").quantized,
     "gguf, tied": lambda folder: mixed_gguf(folder),

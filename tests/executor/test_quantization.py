@@ -23,7 +23,16 @@ from kernels import cpu, reference
 from protocol.config import Config
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_near
-from tests.fakes.quantized_checkpoints import SIZES, UNCONVERTED, Twins, awq, compressed_fp8, fp8_blocks, gptq
+from tests.fakes.quantized_checkpoints import (
+    SIZES,
+    UNCONVERTED,
+    Twins,
+    awq,
+    compressed_fp8,
+    compressed_packed,
+    fp8_blocks,
+    gptq,
+)
 
 TOKEN_IDS = list(range(3, 300, 13))
 LAYER = "model.layers.0.self_attn.o_proj"
@@ -73,6 +82,12 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Twins], float]] = {
     "GPTQ, groups of 128, symmetric": (lambda folder: gptq(folder, 128, symmetric=True), 4 + 16 / 128),
     "GPTQ, 8 bits, symmetric": (lambda folder: gptq(folder, 32, bits=8, symmetric=True), 8 + 16 / 32),
     "GPTQ, no groups": (lambda folder: gptq(folder, -1), 4 + 48 / 128),
+    "compressed-tensors, groups of 32": (lambda folder: compressed_packed(folder, 32), 4 + 16 / 32),
+    "compressed-tensors, zero points": (
+        lambda folder: compressed_packed(folder, 128, symmetric=False),
+        4 + 48 / 128,
+    ),
+    "compressed-tensors, 8 bits, channels": (lambda folder: compressed_packed(folder, -1, bits=8), 8 + 16 / 128),
     "fp8, blocks": (fp8_blocks, 32),
     "fp8, channels": (lambda folder: compressed_fp8(folder, "channel"), 32),
     "fp8, tensors": (lambda folder: compressed_fp8(folder, "tensor"), 32),
@@ -154,10 +169,10 @@ def test_a_float8_weight_without_its_scale_is_named(tmp_path: Path) -> None:
         (
             {
                 "quant_method": "compressed-tensors",
-                "format": "pack-quantized",
-                "config_groups": {"0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group"}}},
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"0": {"weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group"}}},
             },
-            r"'pack-quantized' \(int of 4 bits\) is not supported",
+            r"'nvfp4-pack-quantized' \(float of 4 bits, a scale for each tensor_group\) is not supported; supported:",
         ),
     ],
 )

@@ -111,6 +111,29 @@ def compressed_fp8(folder: Path, strategy: str, **keys: Any) -> Twins:
     return make_twins(folder, quantize, config, **keys)
 
 
+def compressed_packed(folder: Path, group_size: int, bits: int = 4, *, symmetric: bool = True, **keys: Any) -> Twins:
+    """compressed-tensors' pack-quantized (W4A16): inputs packed, zero points along the outputs."""
+
+    def quantize(stem: str, weight_NK: Tensor) -> tuple[Tensors, Tensor]:
+        size = weight_NK.shape[1] if group_size == -1 else group_size
+        codes_KN, zeros_GN, scales_GN = _round(weight_NK, bits, size, symmetric)
+        tensors = {
+            "weight_packed": _pack(codes_KN.T, bits),
+            "weight_scale": scales_GN.T,
+            "weight_shape": torch.tensor(weight_NK.shape),
+        }
+        if not symmetric:
+            tensors["weight_zero_point"] = _pack(zeros_GN, bits).T
+        return _named(stem, tensors), _dequantized(codes_KN, zeros_GN, scales_GN)
+
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": group_size}
+    if group_size == -1:
+        weights |= {"strategy": "channel", "group_size": None}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    return make_twins(folder, quantize, config, **keys)
+
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each nibble has, the lowest first
 
 
