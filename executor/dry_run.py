@@ -74,9 +74,9 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
     """Read config.json. Raises ValueError if the model cannot be served."""
     directory = Path(config.model)
     raw = _read_config(directory / "config.json")
-    form = weight_form(raw.get("quantization_config"), getattr(config, "quantization", "auto"))
+    form = weight_form(raw.get("quantization_config"), config.quantization)
     if set(raw.get("architectures") or ()) & ARCHITECTURES.keys():
-        model = read_model_config(directory, counts_only=True)
+        model = read_model_config(directory)
         footprints = native_footprints(model, chosen.backend)
         max_model_len = choose_max_model_len(config.max_model_len, model)
         architecture, tier, checkpoint_dtype = model.architecture, "native", model.dtype

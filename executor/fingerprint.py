@@ -7,31 +7,49 @@ import torch
 
 from executor.models.config import ModelConfig
 from executor.models.rotary import rotary_frequencies
+from executor.quantization import choose_rounding
 from executor.weights import checkpoint_files
+from protocol.gguf_index import GGUF_INDEX
 
 HEADER_LENGTH_BYTES = 8
 
 
 def model_fingerprint(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, load_format: str, seed: int = 0
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    load_format: str,
+    quantization: str = "auto",
+    seed: int = 0,
 ) -> str:
     """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
 
-    These are config.json, the name, size and header of each safetensors file (or the seed of dummy weights), the dtype,
-    and the rotary frequencies, which may depend on `max_model_len`. Weights that were changed in place under the same
-    header are not noticed. Raises ValueError if a file is missing or damaged.
+    These are config.json, the name, size and header of each safetensors file (or a GGUF file's index, which has them;
+    or the seed of dummy weights), the dtype, to what plain weights are rounded, and the rotary frequencies, which may
+    depend on `max_model_len`. Weights that were changed in place under the same header are not noticed. Raises
+    ValueError if a file is missing or damaged.
     """
     digest = hashlib.sha256()
+    rounded_bits = choose_rounding(quantization, config.quantization)
     inv_freq, attention_factor = rotary_frequencies(config.rope, config.rotary_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
         str(dtype).encode(),
+        str(rounded_bits).encode(),
         repr((inv_freq.tolist(), attention_factor)).encode(),
-        *([f"dummy {seed}".encode()] if load_format == "dummy" else map(_describe, checkpoint_files(directory))),
+        *([f"dummy {seed}".encode()] if load_format == "dummy" else _describe_weights(directory, config)),
     ]
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
+
+
+def _describe_weights(directory: Path, config: ModelConfig) -> list[bytes]:
+    if config.quantization is not None and config.quantization.method == "gguf":
+        return [(directory / GGUF_INDEX).read_bytes()]
+    return [_describe(path) for path in checkpoint_files(directory)]
 
 
 def _describe(path: Path) -> bytes:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from executor.dtypes import choose_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
 from executor.models import Decoder, ModelConfig, load_model, read_model_config
-from executor.models.layers import Linear
+from executor.models.layers import packed_weights
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
@@ -69,11 +70,17 @@ def start_executor(config: Config) -> Executor:
             dtype,
             max_model_len=max_model_len,
             load_format=config.load_format,
+            quantization=config.quantization,
             backend=chosen.backend,
             device=device,
         )
         fingerprint = model_fingerprint(
-            directory, model_config, dtype, max_model_len=max_model_len, load_format=config.load_format
+            directory,
+            model_config,
+            dtype,
+            max_model_len=max_model_len,
+            load_format=config.load_format,
+            quantization=config.quantization,
         )
     _log_weights(model)
     with phase("KV pool"):
@@ -158,9 +165,11 @@ def _has_groupwise(model: Decoder) -> bool:
 
 
 def _log_weights(model: Decoder) -> None:
-    products = [module.packed for module in model.modules() if isinstance(module, Linear)]
-    num_bytes = sum(held.nbytes for held in (*model.parameters(), *products))
-    logger.info("%.1f MiB of weights; products: %s", num_bytes / 2**20, products[0].form)
+    held_bytes = Counter({"norms and plain embedding": sum(parameter.nbytes for parameter in model.parameters())})
+    for packed in packed_weights(model):
+        held_bytes[packed.form] += packed.nbytes
+    listed = "; ".join(f"{form}: {num_bytes / 2**20:.1f} MiB" for form, num_bytes in held_bytes.most_common())
+    logger.info("%.1f MiB of weights (%s)", held_bytes.total() / 2**20, listed)
 
 
 def _make_runner(

@@ -6,6 +6,7 @@ from typing import Any
 from octavo.errors import ModelError
 from octavo.json_files import read_object
 from octavo.older import is_older
+from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
 
 INDEX = "model.safetensors.index.json"
 
@@ -38,6 +39,10 @@ def _require_weights(directory: Path, model: str) -> None:
                 f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX} "
                 f"({len(absent)} of {len(names)} files). Download it again."
             )
+    elif (directory / GGUF_INDEX).is_file():
+        if not (directory / GGUF_FILE).is_file():
+            moved = (directory / GGUF_FILE).readlink() if (directory / GGUF_FILE).is_symlink() else GGUF_FILE
+            raise ModelError(f"{model} is read from {moved}, which is not there any more. Give the file as MODEL.")
     elif not any(directory.glob("*.safetensors")):
         raise ModelError(f"{model} has no .safetensors weights in {directory}." + _other_formats(directory))
 

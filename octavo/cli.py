@@ -28,7 +28,15 @@ DRY_RUN_HELP = (
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
     "server": ("host", "port", "api_key", "served_model_name", "log_level"),
-    "model": ("dtype", "load_format", "max_model_len", "generation_config", "trust_remote_code", "seed"),
+    "model": (
+        "dtype",
+        "load_format",
+        "quantization",
+        "max_model_len",
+        "generation_config",
+        "trust_remote_code",
+        "seed",
+    ),
     "KV cache and batching": (
         "block_size",
         "kv_cache_memory_bytes",

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from octavo.cache import build_once, models_directory
 from octavo.checkpoint import require_checkpoint
-from octavo.convert import convert_gguf
+from octavo.convert import link_gguf
 from octavo.demo import DEMO_NAME, demo_directory
 from octavo.errors import ModelError
 from octavo.hub import download_settings, download_snapshot
 from octavo.tokenizer import with_tokenizer_json
 
-# Counts up when converting the same file gives another directory.
-CONVERSION = 1
+# Counts up when the same GGUF file gives another directory.
+CONVERSION = 2
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def resolve_model(
     """Return the local directory of `model`, downloading and converting what is not there yet.
 
     `model` is a directory, a `.gguf` file, a Hugging Face id, or None for the demo. The directory has config.json,
-    tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors weights.
+    tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a linked GGUF file.
     Raises ModelError, whose message says in one paragraph what is wrong and what to do.
     """
     if model is None:
@@ -85,7 +85,7 @@ def _looks_like_a_path(model: str) -> bool:
 
 
 def _gguf_directory(path: Path) -> Path:
-    """The directory that `path` is converted into, once for each state of the file."""
+    """The directory through which the file `path` is read, made once for each state of the file."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise ModelError(
@@ -95,4 +95,4 @@ def _gguf_directory(path: Path) -> Path:
     status = source.stat()
     state = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
     target = models_directory() / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
-    return build_once(target, lambda partial: convert_gguf(source, partial))
+    return build_once(target, lambda partial: link_gguf(source, partial))

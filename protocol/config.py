@@ -72,6 +72,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="auto reads the checkpoint; dummy takes random weights")
     ] = "auto"
+    quantization: Annotated[
+        Literal["auto", "awq", "gptq", "gguf", "fp8", "compressed-tensors", "int8", "int4"],
+        Meta(
+            description="auto keeps weights as the checkpoint has them; int8 and int4 round plain ones at load; other"
+            " names are what the checkpoint has to be"
+        ),
+    ] = "auto"
     max_model_len: (
         Annotated[int, Meta(ge=1, description="tokens of prompt and output together (default: the model's)")] | None
     ) = None

@@ -1,14 +1,17 @@
 """Models: `load_model` returns what the runner runs."""
 
+import functools
 from pathlib import Path
 
 import torch
 
+from executor.gguf import GGUFWeights
 from executor.models.config import ModelConfig, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.layers import ALONE, TensorParallel
 from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
+from executor.quantization import Quantization, choose_rounding
 from executor.weights import Checkpoint, DummyWeights, load_weights
 from kernels import Backend
 
@@ -24,6 +27,7 @@ def load_model(
     *,
     max_model_len: int,
     load_format: str = "auto",
+    quantization: str = "auto",
     seed: int = 0,
     backend: Backend,
     parallel: TensorParallel = ALONE,
@@ -33,16 +37,28 @@ def load_model(
     """Return the model of a checkpoint directory, its weights in `dtype` on `device`, ready to run.
 
     Positions reach to `max_model_len`, and so do the rotary frequencies that depend on it. `load_format` "auto" reads
-    the directory's safetensors, "dummy" takes random weights of `seed` and reads nothing. `progress` shows a bar on
+    the directory's safetensors or GGUF file, "dummy" takes random weights of `seed` and reads nothing. Quantized
+    weights stay so (fp8 ones excepted); `quantization` "int8" or "int4" rounds plain ones, and another name is what the
+    checkpoint has to be. Dummy weights of a quantized checkpoint are rounded to its bits. `progress` shows a bar on
     stderr (None: if it is a terminal). Raises ValueError if the checkpoint lacks a tensor, has one left over, or cannot
     be read; it names the tensor and the file.
     """
+    rounded_bits = choose_rounding(quantization, config.quantization)
     cos_sin_PR = rotary_table(config.rope, config.rotary_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, backend, parallel)
+    load = functools.partial(load_weights, model, dtype=dtype, device=device, tied=model.tied, progress=progress)
     if load_format == "dummy":
-        load_weights(model, DummyWeights(seed), dtype, device, tied=model.tied, progress=progress)
+        load(DummyWeights(seed), rounded_bits=rounded_bits or dummy_bits(config.quantization))
+    elif config.quantization is not None and config.quantization.method == "gguf":
+        load(GGUFWeights(directory))
     else:
-        with Checkpoint(directory) as checkpoint:
-            source = renamed(checkpoint, config)
-            load_weights(model, source, dtype, device, tied=model.tied, progress=progress)
+        with Checkpoint(directory, config.quantization) as checkpoint:
+            load(renamed(checkpoint, config), rounded_bits=rounded_bits)
     return model
+
+
+def dummy_bits(quantization: Quantization | None) -> int | None:
+    """Return the bits that stand for a quantized checkpoint's own: of GGUF's types, those of the usual ones."""
+    if quantization is None:
+        return None
+    return 4 if quantization.method == "gguf" else quantization.bits

@@ -10,6 +10,7 @@ import torch
 
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope
+from executor.quantization import Quantization, read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,6 +68,7 @@ class ModelConfig:
     qk_norm: bool
     normalized_head: bool  # rows of lm_head have length 1
     renaming: str | None
+    quantization: Quantization | None = None  # how the checkpoint stores its weights, if not plainly
 
     @property
     def default_max_model_len(self) -> int:
@@ -118,11 +120,8 @@ class _Checkpoint(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-def read_model_config(directory: Path, *, counts_only: bool = False) -> ModelConfig:
-    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported.
-
-    `counts_only` lets quantized weights pass, for who reads none.
-    """
+def read_model_config(directory: Path) -> ModelConfig:
+    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported."""
     path = directory / "config.json"
     try:
         raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
@@ -130,9 +129,8 @@ def read_model_config(directory: Path, *, counts_only: bool = False) -> ModelCon
         keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
         keys, traits = row.translate(keys) if row.translate else (keys, Traits())
         checkpoint = msgspec.convert(keys, _Checkpoint)
-        if not counts_only:
-            _refuse_quantized(checkpoint)
-        config = _resolve(raw.architectures[0], row, checkpoint)
+        quantization = read_quantization(directory, checkpoint.quantization_config)
+        config = _resolve(raw.architectures[0], row, checkpoint, quantization)
         return replace(config, **traits)
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
@@ -147,7 +145,9 @@ def _row(architectures: list[str]) -> Architecture:
     return ARCHITECTURES[architectures[0]]
 
 
-def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> ModelConfig:
+def _resolve(
+    architecture: str, row: Architecture, checkpoint: _Checkpoint, quantization: Quantization | None
+) -> ModelConfig:
     _refuse_unsupported(checkpoint)
     attention_bias = row.reads_attention_bias and checkpoint.attention_bias
     head_dim = checkpoint.head_dim or checkpoint.hidden_size // checkpoint.num_attention_heads
@@ -174,6 +174,7 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
         qk_norm=row.qk_norm,
         normalized_head=False,
         renaming=row.renaming,
+        quantization=quantization,
     )
     _check_heads(config)
     return config
@@ -182,12 +183,6 @@ def _resolve(architecture: str, row: Architecture, checkpoint: _Checkpoint) -> M
 def _refuse_unsupported(checkpoint: _Checkpoint) -> None:
     if checkpoint.hidden_act != "silu":
         raise ValueError(f"hidden_act {checkpoint.hidden_act!r} is not supported; supported: silu")
-
-
-def _refuse_quantized(checkpoint: _Checkpoint) -> None:
-    if checkpoint.quantization_config is not None:
-        method = checkpoint.quantization_config.get("quant_method", "unnamed")
-        raise ValueError(f"quantization_config is not supported (its quant_method is {method!r})")
 
 
 def _check_heads(config: ModelConfig) -> None:

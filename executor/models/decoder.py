@@ -128,7 +128,7 @@ class DecoderStack(Module):
 
     def __init__(self, config: ModelConfig, cos_sin_PR: Tensor, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel, backend)
         slopes_H = alibi_slopes(config.num_heads).to(cos_sin_PR.device) if config.alibi else None
         layers = [DecoderLayer(config, window, slopes_H, parallel, backend) for window in config.sliding_windows]
         self.layers = nn.ModuleList(layers)

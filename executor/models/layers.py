@@ -4,32 +4,17 @@ Parameters are born on the meta device with this rank's shape; `executor.weights
 a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from kernels import Backend
+from executor.shards import Shard
+from kernels import Backend, GroupwiseWeight
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Part `index` of `count` of a checkpoint's tensor, cut along `dim`, where the whole tensor has `size`."""
-
-    size: int
-    dim: int = 0
-    index: int = 0
-    count: int = 1
-
-    @property
-    def bounds(self) -> tuple[int, int]:
-        """Return the part's (start, stop) along `dim`; the last parts may be shorter than the others."""
-        step = -(-self.size // self.count)
-        return min(self.index * step, self.size), min((self.index + 1) * step, self.size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +63,25 @@ class Layer(Module):
     """A module with parameters of its own."""
 
     weight: Tensor
+    can_be_quantized = False  # whether `take` is to be given a weight's groupwise parts as they are
+    can_be_rounded = False  # whether a plain weight may be rounded to few bits where that is asked for
 
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         """Return which part of the checkpoint parameter `leaf` is: one Shard for each layer it is fused from."""
         raise NotImplementedError
 
-    def finish_loading(self) -> None:
-        """Turn the loaded parameters into the form that runs."""
+    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
+        """Take what parameter `leaf` is made of: one tensor, or parts of different forms, one after the other."""
+        [whole] = parts
+        assert isinstance(whole, Tensor)
+        setattr(self, leaf, nn.Parameter(whole, requires_grad=False))
+
+    def tie(self, owner: "Layer") -> bool:
+        """Share what `owner`, whose weight this layer's is as well, has packed. Return whether there is such."""
+        return False
+
+    def finish_loading(self, dtype: torch.dtype) -> None:
+        """Turn what was taken into the form that runs with activations of `dtype`."""
 
 
 class RMSNorm(Layer):
@@ -107,10 +104,17 @@ class RMSNorm(Layer):
 
 
 class Linear(Layer):
-    """A product with a weight that is packed once it is loaded; the raw weight is then let go."""
+    """A product with a weight that is packed once it is loaded; the raw weight is then let go.
+
+    Parts of a fused weight that differ in form, such as a plain one among quantized ones, are products of their own.
+    """
+
+    can_be_quantized = True
+    can_be_rounded = True
 
     bias: Tensor | None
-    packed: Any  # what the backend makes of weight and bias
+    parts: list[Tensor | GroupwiseWeight]  # of the weight, between `take` and `finish_loading`
+    packed: list[Any]  # what the backend makes of each part and its bias
 
     def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend) -> None:
         super().__init__()
@@ -118,12 +122,25 @@ class Linear(Layer):
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
 
-    def finish_loading(self) -> None:
-        self.packed = self.backend.pack_linear(self.weight, self._own_bias())
-        del self.weight, self.bias
+    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
+        if leaf == "weight":
+            self.parts = list(parts)
+        else:
+            super().take(leaf, parts)
+
+    def finish_loading(self, dtype: torch.dtype) -> None:
+        bias = self._own_bias()
+        sizes = [num_outputs(part) for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        self.packed = [self.backend.pack_linear(part, own) for part, own in zip(self.parts, biases, strict=True)]
+        del self.weight, self.bias, self.parts
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.backend.linear(x_TE, self.packed)
+        return self._product(x_TE)
+
+    def _product(self, x_TE: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        products = [self.backend.linear(x_TE, packed, out_dtype) for packed in self.packed]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
     def _own_bias(self) -> Tensor | None:
         return self.bias
@@ -186,7 +203,7 @@ class RowParallelLinear(Linear):
         return (self._shards[leaf],)
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.parallel.sum(self.backend.linear(x_TE, self.packed))
+        return self.parallel.sum(self._product(x_TE))
 
     def _own_bias(self) -> Tensor | None:
         # The sum over ranks must hold the bias once.
@@ -194,29 +211,57 @@ class RowParallelLinear(Linear):
 
 
 class VocabParallelEmbedding(Layer):
-    """Each rank has its share of the vocabulary's rows, the last one filled up with zeros."""
+    """Each rank has its share of the vocabulary's rows, the last one filled up with zeros.
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel) -> None:
+    A quantized weight is packed, so that the head may share it; its rows come out in the dtype of the other weights.
+    """
+
+    can_be_quantized = True
+
+    packed: Any  # what the backend makes of a quantized weight; None for a plain one
+    dtype: torch.dtype
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__()
-        self.weight = _parameter(-(-vocab_size // parallel.world_size), hidden_size)
+        self.backend = backend
+        self.num_rows = -(-vocab_size // parallel.world_size)
+        self.weight = _parameter(self.num_rows, hidden_size)
+        self.packed = None
         self.vocab_size = vocab_size
         self.parallel = parallel
 
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self.parallel.shard(self.vocab_size),)
 
+    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
+        [whole] = parts
+        if isinstance(whole, GroupwiseWeight):
+            self.packed = self.backend.pack_linear(whole)
+            del self.weight
+        else:
+            super().take(leaf, parts)
+
+    def finish_loading(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.parallel.world_size == 1:
-            return nn.functional.embedding(token_ids_T, self.weight)
-        num_rows = len(self.weight)
-        rows_T = token_ids_T - self.parallel.rank * num_rows
-        absent_T = (rows_T < 0) | (rows_T >= num_rows)
-        own_TE = nn.functional.embedding(rows_T.masked_fill(absent_T, 0), self.weight)
+            return self._rows(token_ids_T)
+        rows_T = token_ids_T - self.parallel.rank * self.num_rows
+        absent_T = (rows_T < 0) | (rows_T >= self.num_rows)
+        own_TE = self._rows(rows_T.masked_fill(absent_T, 0))
         return self.parallel.sum(own_TE.masked_fill_(absent_T[:, None], 0))
+
+    def _rows(self, rows_T: Tensor) -> Tensor:
+        if self.packed is None:
+            return nn.functional.embedding(rows_T, self.weight)
+        return self.backend.embedding(rows_T, self.packed, self.dtype)
 
 
 class LMHead(Linear):
     """Logits of the whole vocabulary, float32; each rank computes those of its rows."""
+
+    can_be_rounded = False
 
     def __init__(self, hidden_size: int, vocab_size: int, parallel: TensorParallel, backend: Backend) -> None:
         super().__init__(hidden_size, -(-vocab_size // parallel.world_size), bias=False, backend=backend)
@@ -226,9 +271,27 @@ class LMHead(Linear):
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self.parallel.shard(self.vocab_size),)
 
+    def tie(self, owner: Layer) -> bool:
+        if not isinstance(owner, VocabParallelEmbedding) or owner.packed is None:
+            return False
+        self.packed = [owner.packed]
+        del self.weight, self.bias
+        return True
+
     def forward(self, x_TE: Tensor) -> Tensor:
-        logits_TN = self.backend.linear(x_TE, self.packed, torch.float32)
+        logits_TN = self._product(x_TE, torch.float32)
         return self.parallel.concat(logits_TN)[:, : self.vocab_size]
+
+
+def packed_weights(model: nn.Module) -> list[Any]:
+    """Return what the backend made of weights, each once: a head may share the embedding's."""
+    products = [packed for layer in model.modules() if isinstance(layer, Linear) for packed in layer.packed]
+    embeddings = [layer.packed for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    return list({id(packed): packed for packed in (*products, *embeddings) if packed is not None}.values())
+
+
+def num_outputs(weight: Tensor | GroupwiseWeight) -> int:
+    return weight.num_outputs if isinstance(weight, GroupwiseWeight) else len(weight)
 
 
 def _parameter(*shape: int) -> nn.Parameter:

@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.models.config import ModelConfig
-from executor.models.layers import Shard
+from executor.shards import Shard
 from executor.weights import Source
+from kernels import GroupwiseWeight
 
 LAYERS = "model.layers."  # ours
 
@@ -108,6 +109,10 @@ class RenamedSource:
             part.copy_(half_split(part, self._config.head_dim, self._config.rotary_dim))
         if self._config.normalized_head and name == "lm_head.weight":
             part.copy_(functional.normalize(part.float()))
+
+    def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> GroupwiseWeight | None:
+        """Return None: quantized checkpoints of these families are refused with their config.json."""
+        return None
 
     def _theirs(self, name: str) -> str:
         path, leaf = name.rsplit(".", 1)

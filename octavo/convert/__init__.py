@@ -1,21 +1,44 @@
-"""A GGUF file as a Hugging Face directory: bf16 weights, tokenizer, chat template, configuration."""
+"""A GGUF file as a Hugging Face directory: tokenizer, chat template, configuration, and its weights as they are."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from octavo.cache import require_space
 from octavo.convert.config import model_config
+from octavo.convert.index import build_index, computing_dtype
 from octavo.convert.metadata import GGUFFile
 from octavo.convert.tokenizer import build_tokenizer, tokenizer_config
 from octavo.convert.weights import plan_weights, write_safetensors
 from octavo.json_files import write_object
+from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def link_gguf(path: Path, directory: Path) -> None:
+    """Make the new directory `directory`, in which the GGUF file `path` is linked, with an index of its tensors.
+
+    The decisions come first, so that what cannot be served is refused before anything is written. Raises ModelError,
+    which names what is unsupported or damaged.
+    """
+    file = GGUFFile(path)
+    config = model_config(file) | {"dtype": computing_dtype(file), "quantization_config": {"quant_method": "gguf"}}
+    tokenizer = build_tokenizer(file)
+    index = build_index(file, plan_weights(file, config))
+
+    directory.mkdir()
+    _write_descriptions(file, config, tokenizer, directory)
+    (directory / GGUF_INDEX).write_bytes(msgspec.json.encode(index))
+    (directory / GGUF_FILE).symlink_to(path)
 
 
 def convert_gguf(path: Path, directory: Path) -> None:
-    """Convert the GGUF file `path` into the new directory `directory`.
+    """Convert the GGUF file `path` into the new directory `directory`, its weights to bf16 safetensors.
 
-    The decisions come first, so that what cannot be converted is refused before anything is written.
-    Raises ModelError, which names what is unsupported, damaged or too large for the disk.
+    Raises ModelError as `link_gguf` does, and if the disk has no room.
     """
     file = GGUFFile(path)
     config = model_config(file)
@@ -24,11 +47,15 @@ def convert_gguf(path: Path, directory: Path) -> None:
 
     directory.mkdir()
     require_space(directory, sum(weight.num_bytes for weight in weights), f"converting {path.name}")
+    _write_descriptions(file, config, tokenizer, directory)
+    write_safetensors(directory / "model.safetensors", weights, title=f"Converting {path.name}")
+
+
+def _write_descriptions(file: GGUFFile, config: dict[str, Any], tokenizer: "Tokenizer", directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     write_object(directory / "tokenizer_config.json", tokenizer_config(file))
     write_object(directory / "config.json", config)
     write_object(directory / "generation_config.json", _generation_config(file, config))
-    write_safetensors(directory / "model.safetensors", weights, title=f"Converting {path.name}")
 
 
 def _generation_config(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:

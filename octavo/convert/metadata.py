@@ -21,6 +21,8 @@ class GGUFFile:
             raise ModelError(f"{path} is not a whole GGUF file ({error}). Download it again.") from error
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+        if reader.byte_order != "I":
+            raise ModelError(f"{path} is a GGUF file for machines of the other byte order.")
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
         if (self.get("split.count") or 1) > 1:
@@ -42,7 +44,7 @@ class GGUFFile:
         """The value of a key that every usable file has."""
         value = self.get(key)
         if value is None:
-            raise ModelError(f"{self.path} lacks the GGUF key {key!r}, so it cannot be converted.")
+            raise ModelError(f"{self.path} lacks the GGUF key {key!r}, so it cannot be served.")
         return value
 
     def token_id(self, name: str) -> int | None:

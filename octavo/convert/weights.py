@@ -1,4 +1,4 @@
-"""A GGUF file's tensors as one bf16 safetensors file, holding one tensor in memory at a time."""
+"""A GGUF file's tensors by the names of a checkpoint, and as one bf16 safetensors file, one in memory at a time."""
 
 import json
 import math
@@ -53,14 +53,14 @@ class Weight:
 
 
 def plan_weights(file: GGUFFile, config: dict[str, Any]) -> list[Weight]:
-    """The tensors to write. Raises ModelError if one is missing, left over or of a type that cannot be read."""
+    """The tensors of the model. Raises ModelError if one is missing or left over."""
     names = _checkpoint_names(config)
     missing = names.keys() - file.tensors.keys()
     left_over = file.tensors.keys() - names.keys() - NOT_WEIGHTS
     if missing or left_over:
         found = [f"it lacks {name}" for name in sorted(missing)] + [f"it has {name}" for name in sorted(left_over)]
         raise ModelError(
-            f"{file.path} is not a {file.architecture} model that can be converted: {', '.join(found[:5])}. "
+            f"{file.path} is not a {file.architecture} model that can be read: {', '.join(found[:5])}. "
             "Give the model's Hugging Face id or directory instead."
         )
     heads = _interleaved_heads(file.architecture, config)
@@ -127,14 +127,7 @@ def _interleaved_heads(architecture: str, config: dict[str, Any]) -> dict[str, i
 
 
 def _plan(file: GGUFFile, gguf_name: str, name: str, heads: dict[str, int]) -> Weight:
-    from gguf import dequantize
-
     source = file.tensors[gguf_name]
-    try:
-        dequantize(source.data[:1], source.tensor_type)
-    except NotImplementedError as error:
-        stored = source.tensor_type.name
-        raise ModelError(f"{file.path} stores {gguf_name} as {stored}, which cannot be read.") from error
     shape = tuple(int(size) for size in reversed(source.shape))
     return Weight(name, shape, source, heads.get(gguf_name.split(".")[-2]))
 

@@ -45,7 +45,7 @@ def test_what_is_counted_is_what_a_loaded_model_holds(tied: bool, tmp_path: Path
     make_checkpoint(tmp_path, tie_word_embeddings=tied, attention_bias=True)
     config = read_model_config(tmp_path)
     model = load_model(tmp_path, config, torch.float32, max_model_len=8, backend=cpu, progress=False)
-    products = [module.packed for module in model.modules() if isinstance(module, Linear)]
+    products = [one for module in model.modules() if isinstance(module, Linear) for one in module.packed]
     biases = 3 * (64 + 2 * 32 + 64) * 4  # which `nbytes` leaves out
     held = sum(one.nbytes for one in (*model.parameters(), *products)) + biases
     footprint = native_footprint(config, cpu)

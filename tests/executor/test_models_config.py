@@ -119,7 +119,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path) 
     ("keys", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.*'gptq'"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: awq, gptq"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of gptq: .*`bits`"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'.*llama3"),

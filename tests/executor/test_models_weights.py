@@ -12,8 +12,8 @@ from torch import Tensor
 from executor.fingerprint import model_fingerprint
 from executor.models import TensorParallel, load_model, read_model_config
 from executor.models.decoder import Decoder
-from executor.models.layers import Shard
 from executor.models.rotary import rotary_table
+from executor.shards import Shard
 from executor.weights import Checkpoint, load_weights
 from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
@@ -134,6 +134,9 @@ class RecordedSlices:
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         self._checkpoint.read(name, shard, part)
         self.parts.setdefault(name, {})[shard] = part.clone()
+
+    def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> None:
+        assert self._checkpoint.read_groupwise(name, shard, shape) is None
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

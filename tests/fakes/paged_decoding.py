@@ -94,3 +94,9 @@ def assert_greedy(logits_TV: Tensor, token_ids: Sequence[int], least_gap: float 
     best = logits_TV.topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > least_gap, "the reference is undecided: choose another seed or prompt"
     assert list(token_ids) == logits_TV.argmax(-1).tolist()
+
+
+def assert_near(logits_TV: Tensor, expected_TV: Tensor) -> None:
+    """Assert that logits differ by less than 1e-4 of the largest: by no more than the order of sums makes them."""
+    largest = expected_TV.abs().max()
+    assert (logits_TV - expected_TV).abs().max() < 1e-4 * largest

@@ -1,5 +1,6 @@
 """Small random GGUF files, made from transformers models as llama.cpp's converter makes them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,13 @@ def write_gguf(
     *,
     pre: str | None = "smollm",
     sentencepiece: bool = False,
-    quantized: bool = False,
+    kinds: Mapping[str, str] | str | None = None,
     **keys: Any,
 ) -> Path:
-    """Write `model` as llama.cpp would. `keys` are further metadata, with double underscores for dots."""
+    """Write `model` as llama.cpp would. `keys` are further metadata, with double underscores for dots.
+
+    `kinds` is the type of all matrices, or of those whose GGUF name ends in a key; the rest, and vectors, are float32.
+    """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
     _add_config(writer, config)
@@ -74,7 +78,7 @@ def write_gguf(
         values = tensor.numpy()
         if config.model_type == "llama":
             values = _permute(name, values, config)
-        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, quantized)
+        _add_tensor(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, kinds)
     if (factors := rope_factors(config)) is not None:
         writer.add_tensor("rope_freqs.weight", factors)
     writer.write_header_to_file()
@@ -156,9 +160,35 @@ def _permute(name: str, values: np.ndarray, config: Any) -> np.ndarray:
     return values
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, quantized: bool) -> None:
-    if quantized and values.ndim == 2:
-        kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
-    else:
+def _add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kinds: Mapping[str, str] | str | None) -> None:
+    by_ending = {"": kinds} if isinstance(kinds, str) else kinds or {}
+    kind = next((kind for ending, kind in by_ending.items() if name.endswith(ending)), "F32")
+    if values.ndim == 1 or kind == "F32":
         writer.add_tensor(name, values)
+    else:
+        encoded = _random_blocks(values.shape, kind) if kind in K_TYPES else gguf.quantize(values, _type(kind))
+        writer.add_tensor(name, encoded, raw_dtype=_type(kind))
+
+
+def _type(kind: str) -> gguf.GGMLQuantizationType:
+    return gguf.GGMLQuantizationType[kind]
+
+
+def _random_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Blocks of a type that `gguf` reads and does not write: random bytes, with scales that keep values small."""
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[_type(kind)]
+    generator = np.random.default_rng(len(kind) + shape[0])
+    blocks = generator.integers(0, 256, (*shape[:-1], shape[-1] // block_elements, block_bytes), dtype=np.uint8)
+    for start, largest in K_TYPES[kind].items():
+        scales = generator.uniform(largest / 2, largest, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+# Where a block has its float16 factors, and how large they are here.
+K_TYPES = {
+    "Q2_K": {80: 1e-2, 82: 1e-2},
+    "Q4_K": {0: 2e-4, 2: 1e-3},
+    "Q5_K": {0: 1e-4, 2: 1e-3},
+    "Q6_K": {208: 5e-5},
+}

@@ -130,18 +130,34 @@ def test_a_tokenizer_that_cannot_be_converted_is_refused(checkpoint: Path, cache
     assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
-def test_a_gguf_file_is_converted_once(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gguf_file_is_read_through_a_directory_that_is_made_once(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
     resolved = resolve_model(str(path))
-    assert capsys.readouterr().err == "Converting tiny.gguf (0 MB)\n"  # one line where there is no terminal, no bar
     assert resolved.served_name == str(path)
     assert resolved.directory.parent == cache
-    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    names = ["config.json", "generation_config.json", "model.gguf", "model.gguf.index.json"]
+    names += ["tokenizer.json", "tokenizer_config.json"]
     assert sorted(file.name for file in resolved.directory.iterdir()) == names
+    assert (resolved.directory / "model.gguf").readlink() == path
 
-    written = (resolved.directory / "model.safetensors").stat()
+    written = (resolved.directory / "config.json").stat()
     assert resolve_model(str(path)) == resolved
-    assert (resolved.directory / "model.safetensors").stat().st_ino == written.st_ino
+    assert (resolved.directory / "config.json").stat().st_ino == written.st_ino
+    assert resolve_model(str(resolved.directory)).directory == resolved.directory
+
+
+def test_a_directory_whose_gguf_file_is_gone_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
+    directory = pull(str(path))
+    path.unlink()
+    assert f"read from {path}, which is not there any more" in refusal(str(directory))
+
+
+def test_a_gguf_type_that_cannot_be_run_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256)
+    path = write_gguf(tmp_path / "tiny.gguf", model, kinds={"ffn_down.weight": "Q2_K"})
+    assert "stores blk.0.ffn_down.weight as Q2_K, which is not supported; supported: F32, F16" in refusal(str(path))
+    assert not [path for path in cache.iterdir() if path.is_dir()]
 
 
 def test_a_gguf_file_that_changed_is_another_model(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""What is told of a GGUF file beside it: which tensor lies where, under the names of a Hugging Face checkpoint.
+
+Whoever resolves a model reads the file's own header, which takes seconds for a large vocabulary, and writes this index;
+the executor maps the file by it. The directory of a model that is read from a GGUF file has both under these names, and
+a config.json whose `quantization_config` has the `quant_method` "gguf".
+"""
+
+import msgspec
+
+GGUF_FILE = "model.gguf"
+GGUF_INDEX = "model.gguf.index.json"
+# elements and bytes of a block, of the types that can be read
+GGUF_TYPES = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+
+
+class GGUFTensor(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    shape: list[int]  # as in a checkpoint: outputs first
+    offset_bytes: int  # from the start of the file
+    # llama.cpp stores the rows of q and k of a Llama in another order: so many heads, in each of which what is rotated
+    # together lies side by side
+    interleaved_heads: int | None = None
+
+
+class GGUFIndex(msgspec.Struct, frozen=True, kw_only=True):
+    file_bytes: int
+    header_bytes: int  # what comes before the first tensor's data
+    header_sha256: str
+    tensors: dict[str, GGUFTensor]  # by the checkpoint's names
