@@ -125,7 +125,7 @@ class ModelRunner:
         for share in shares:
             share.state.num_computed_tokens += share.num_tokens
             if share.sample:
-                share.state.pending_row = row
+                share.state.sampled(row)
                 row += 1
         return StepOutputs(sampled, prompt_slices)
 

@@ -45,8 +45,8 @@ class SequenceState:
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
     needs_prompt_logprobs: bool
-    # Its row among what the last step sampled, while the token sampled last is known to the device alone.
-    pending_row: int | None = None
+    num_pending_tokens: int = 0  # sampled, and known to the device alone
+    pending_row: int | None = None  # of the last one of these, among what its step sampled
 
     @classmethod
     def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
@@ -69,7 +69,7 @@ class SequenceState:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + (self.pending_row is not None)
+        return len(self.token_ids) + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -105,9 +105,16 @@ class SequenceState:
             return None
         return token_ids
 
+    def sampled(self, row: int) -> None:
+        """Take note that a token was sampled, as row `row` of its step."""
+        self.num_pending_tokens += 1
+        self.pending_row = row
+
     def append(self, token_id: int) -> None:
-        """Add a sampled token, which is no longer pending."""
-        self.pending_row = None
+        """Learn the first of the pending tokens."""
+        self.num_pending_tokens -= 1
+        if not self.num_pending_tokens:
+            self.pending_row = None
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)

@@ -1,0 +1,107 @@
+"""Steps that are launched before the last one's tokens reach the host."""
+
+import pytest
+
+from protocol.messages import NeedInit
+from tests.fakes.cache_model import CacheModel, make_runner
+from tests.fakes.lazy_device import LazyDevice
+from tests.fakes.runner_driver import RunnerDriver, init, share, step
+
+PROMPTS = {1: [5, 9, 2, 7, 7, 1, 30], 2: [3], 3: [8, 8, 8, 8], 4: [40, 2, 17, 6, 6]}
+SAMPLING = {
+    1: {"num_logprobs": 2, "num_prompt_logprobs": 1},
+    2: {"temperature": 1.0, "seed": 3, "top_p": 0.9},
+    3: {"temperature": 0.7, "seed": (1 << 64) - 5, "min_tokens": 6, "eos_token_ids": tuple(range(30))},
+    4: {"logit_bias": ((3, 1.0), (9, -2.0)), "num_logprobs": 0},
+}
+PENALIZED = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "temperature": 0.8, "seed": 1}
+
+
+def run(device, *, ahead, sampling=SAMPLING, num_steps=8, chunk=3):
+    """Return the results of each step, with step n + 1 launched before n is waited for if `ahead`."""
+    driver = RunnerDriver(make_runner(num_blocks=64, device=device))
+    todo = {seq_id: list(prompt) for seq_id, prompt in PROMPTS.items()}
+    launched, results = [], []
+    for _ in range(num_steps):
+        shares = []
+        for seq_id, rest in todo.items():
+            begins = rest and len(rest) == len(PROMPTS[seq_id])
+            begin = init(PROMPTS[seq_id], **sampling[seq_id]) if begins else None
+            shares.append(driver.share(seq_id, rest[:chunk], sample=len(rest) <= chunk, init=begin))
+            todo[seq_id] = rest[chunk:]
+        launched.append(driver.launch(*shares))
+        if not ahead or len(launched) > 1:
+            results.append(launched[-2 if ahead else -1].wait())
+    return [*results, launched[-1].wait()] if ahead else results
+
+
+def test_a_step_launched_ahead_gives_what_it_gives_after_the_last():
+    device = LazyDevice()
+    assert run(device, ahead=True) == run(None, ahead=False)
+    order = ["launched 0", "launched 1", "waited for 0", "launched 2", "waited for 1"]
+    assert device.events[:5] == order
+
+
+def test_a_batch_whose_penalties_count_the_last_token_waits_for_it():
+    sampling = SAMPLING | {2: PENALIZED}
+    device = LazyDevice()
+    assert run(device, ahead=True, sampling=sampling) == run(None, ahead=False, sampling=sampling)
+    assert device.events[:4] == ["launched 0", "waited for 0", "launched 1", "waited for 1"]
+
+
+def test_a_share_that_names_the_token_in_flight_waits_for_it():
+    [token] = RunnerDriver(make_runner()).do(share(1, 0, [1, 2], [0], init=init([1, 2])))[0].token_ids
+    device = LazyDevice()
+    runner = make_runner(device=device)
+    runner.launch(step(1, share(1, 0, [1, 2], [0], init=init([1, 2]))))
+    assert isinstance(runner.launch(step(2, share(1, 2, [token + 1], [0]))), NeedInit)
+    [named] = runner.run(step(2, share(1, 2, [token], [0]))).sequences
+    assert device.events[:3] == ["launched 0", "waited for 0", "launched 1"]
+    driver = RunnerDriver(make_runner())
+    driver.do(driver.share(1, [1, 2], init=init([1, 2])))
+    assert driver.do(driver.share(1, [])) == [named]
+
+
+def test_what_is_not_waited_for_is_settled_two_steps_later_and_in_order():
+    """A token that is pending is always the last step's."""
+    device = LazyDevice()
+    driver = RunnerDriver(make_runner(device=device))
+    begin = init([1, 2])
+    steps = [driver.launch(driver.share(1, [1, 2], init=begin))]
+    steps += [driver.launch(driver.share(1, [])) for _ in range(3)]
+    assert device.events == ["launched 0", "launched 1", "waited for 0", "launched 2", "waited for 1", "launched 3"]
+    last = steps[3].wait()
+    assert device.events[6:] == ["waited for 2", "waited for 3"]
+    assert [launched.wait().step_id for launched in steps] == [1, 2, 3, 4]
+    assert steps[3].wait() is last
+
+
+def test_a_sequence_that_sat_a_step_out_goes_on_with_its_token():
+    def tokens(device):
+        driver = RunnerDriver(make_runner(device=device))
+        steps = [driver.launch(driver.share(1, [1, 2], init=init([1, 2])), driver.share(2, [3], init=init([3])))]
+        for shares in ([2], [1, 2], [1], [2, 1]):
+            steps.append(driver.launch(*(driver.share(seq_id, []) for seq_id in shares)))
+        return [[sequence.token_ids for sequence in launched.wait().sequences] for launched in steps]
+
+    assert tokens(LazyDevice()) == tokens(None)
+
+
+@pytest.mark.parametrize("output", [[], [4]])
+def test_an_init_replaces_a_state_whose_token_is_in_flight(output):
+    runner = make_runner(device=LazyDevice())
+    first = runner.launch(step(1, share(1, 0, [1, 2], [0], init=init([1, 2]))))
+    second = runner.launch(step(2, share(1, 0, [6, 6, *output], [5], init=init([6, 6], output))))
+    assert len(first.wait().sequences[0].token_ids) == 1
+    [result] = second.wait().sequences
+    expected = make_runner().run(step(1, share(1, 0, [6, 6, *output], [0], init=init([6, 6], output))))
+    assert result == expected.sequences[0]
+
+
+def test_a_reset_forgets_what_is_in_flight():
+    model = CacheModel()
+    runner = make_runner(model, device=LazyDevice())
+    runner.launch(step(1, share(1, 0, [1, 2], [0], init=init([1, 2]))))
+    runner.reset()
+    assert isinstance(runner.launch(step(2, share(1, 2, [], [0]))), NeedInit)
+    assert model.num_forwards == 1
