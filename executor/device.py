@@ -49,7 +49,7 @@ class Device(Protocol):
     def capture(self, run: Callable[[], None]) -> Captured:
         """Record what `run` has the device do. It has run before, so that nothing is left to be compiled."""
 
-    def peak_bytes(self, run: Callable[[], None]) -> int:
+    def peak_bytes(self, run: Callable[[], object]) -> int:
         """Return the device memory that `run` takes for a while; 0 where the host's memory is not measured."""
 
 
@@ -80,7 +80,7 @@ class CpuDevice:
     def capture(self, run: Callable[[], None]) -> Captured:
         return Captured(run)  # a CPU has nothing to gain from a recording
 
-    def peak_bytes(self, run: Callable[[], None]) -> int:
+    def peak_bytes(self, run: Callable[[], object]) -> int:
         return 0
 
 
@@ -125,7 +125,7 @@ class CudaDevice:
             run()
         return Captured(graph.replay)
 
-    def peak_bytes(self, run: Callable[[], None]) -> int:
+    def peak_bytes(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)

@@ -13,19 +13,26 @@ HEADER_LENGTH_BYTES = 8
 
 
 def model_fingerprint(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, load_format: str, seed: int = 0
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    load_format: str,
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
 ) -> str:
     """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
 
-    These are config.json, the name, size and header of each safetensors file (or the seed of dummy weights), the dtype,
-    and the rotary frequencies, which may depend on `max_model_len`. Weights that were changed in place under the same
-    header are not noticed. Raises ValueError if a file is missing or damaged.
+    These are config.json, the name, size and header of each safetensors file (or the seed of dummy weights), the
+    dtypes, and the rotary frequencies, which may depend on `max_model_len`. Weights that were changed in place under
+    the same header are not noticed. Raises ValueError if a file is missing or damaged.
     """
     digest = hashlib.sha256()
     inv_freq, attention_factor = rotary_frequencies(config.rope, config.head_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
-        str(dtype).encode(),
+        f"{dtype} {kv_cache_dtype}".encode(),
         repr((inv_freq.tolist(), attention_factor)).encode(),
         *([f"dummy {seed}".encode()] if load_format == "dummy" else map(_describe, checkpoint_files(directory))),
     ]

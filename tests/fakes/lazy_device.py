@@ -66,7 +66,7 @@ class LazyDevice:
 
         return Captured(replay)
 
-    def peak_bytes(self, run: Callable[[], None]) -> int:
+    def peak_bytes(self, run: Callable[[], object]) -> int:
         run()
         return self.peak
 
