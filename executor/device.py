@@ -39,8 +39,7 @@ class Device(Protocol):
     def upload(self, arrays: Sequence[np.ndarray], into: Tensor | None = None) -> list[Tensor]:
         """Return the arrays as tensors on the device; they may be changed once this returns.
 
-        `into` is memory of the device (uint8) that the tensors are to lie in, side by side, as `place` says; a device
-        that is not lazy has no use for it.
+        `into` is memory of the device (uint8) that they are to lie in, side by side as `place` says.
         """
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
@@ -72,7 +71,11 @@ class CpuDevice:
     is_lazy = False
 
     def upload(self, arrays: Sequence[np.ndarray], into: Tensor | None = None) -> list[Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
+        if into is None:
+            return [torch.from_numpy(array) for array in arrays]
+        staged = stage(arrays, is_pinned=False)
+        into[: len(staged)] = staged
+        return views(into, arrays)
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
         return Arrived([tensor.numpy() for tensor in tensors])
