@@ -71,6 +71,12 @@ class Columns(NamedTuple, Generic[Array]):
     num_alternatives: int
 
 
+# Most steps have no entries of most kinds.
+NO_INT64, NO_FLOAT32, NO_FLOAT64 = (np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.float64))
+NO_DRAWS = Draws(NO_INT64, NO_INT64, NO_INT64, NO_FLOAT64, NO_INT64, NO_FLOAT64, NO_FLOAT64)
+NO_PENALTIES = Penalties(NO_INT64, NO_INT64, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32)
+
+
 def to_device(columns: Columns[np.ndarray], upload: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Columns[Tensor]:
     """Return the columns on a device, to which all their arrays go together."""
     rows = (columns.greedy_R, columns.logprobs_R)
@@ -109,6 +115,8 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray]:
     rows = [row for row, seq in enumerate(sequences) if not is_greedy(seq.sampling)]
+    if not rows:
+        return NO_DRAWS
     drawn = [sequences[row].sampling for row in rows]
     return Draws(
         row_R=_int64(rows),
@@ -123,8 +131,11 @@ def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray]:
 
 def _bias(sequences: Sequence[SequenceState]) -> Bias[np.ndarray]:
     # Of a token that is named twice the last bias holds: entries are written in no order.
-    entries = [(row, *item) for row, seq in enumerate(sequences) for item in dict(seq.sampling.logit_bias).items()]
-    rows, ids, added = zip(*entries, strict=True) if entries else ((), (), ())
+    biased = ((row, dict(seq.sampling.logit_bias)) for row, seq in enumerate(sequences) if seq.sampling.logit_bias)
+    entries = [(row, *item) for row, bias in biased for item in bias.items()]
+    if not entries:
+        return Bias(NO_INT64, NO_INT64, NO_FLOAT32)
+    rows, ids, added = zip(*entries, strict=True)
     return Bias(_int64(rows), _int64(ids), np.array(added, np.float32))
 
 
@@ -142,6 +153,8 @@ def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarra
 
 def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray]:
     penalized = [(row, seq, seq.counts.arrays()) for row, seq in enumerate(sequences) if seq.counts is not None]
+    if not penalized:
+        return NO_PENALTIES
     sizes = [len(ids) for _, _, (ids, _) in penalized]
 
     def spread(values: Iterable[float], dtype: type) -> np.ndarray:
@@ -149,8 +162,8 @@ def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray]:
 
     return Penalties(
         row_N=spread((row for row, _, _ in penalized), np.int64),
-        token_id_N=np.concatenate([np.zeros(0, np.int64), *(ids for _, _, (ids, _) in penalized)]),
-        count_N=np.concatenate([np.zeros(0, np.float32), *(counts for _, _, (_, counts) in penalized)]),
+        token_id_N=np.concatenate([ids for _, _, (ids, _) in penalized]),
+        count_N=np.concatenate([counts for _, _, (_, counts) in penalized]),
         repetition_N=spread((seq.sampling.repetition_penalty for _, seq, _ in penalized), np.float32),
         frequency_N=spread((seq.sampling.frequency_penalty for _, seq, _ in penalized), np.float32),
         presence_N=spread((seq.sampling.presence_penalty for _, seq, _ in penalized), np.float32),

@@ -94,6 +94,7 @@ class DecodeGraphs:
         self._graphs[key][1].replay()
         return self._hidden_SE[:num_seqs]
 
+    @torch.inference_mode()
     def _capture(self, size: int, width: int) -> None:
         inputs = StepInputs(*self._device.upload(_padding(size, width), self._memory))
         hidden_SE = self._run(inputs)  # compiles what is to be compiled; a graph cannot record that
