@@ -1,11 +1,16 @@
 """Steps that are launched before the last one's tokens reach the host."""
 
 import pytest
+import torch
 
+from executor.models import load_model, read_model_config
+from kernels import cpu
 from protocol.messages import NeedInit
 from tests.fakes.cache_model import CacheModel, make_runner
+from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.lazy_device import LazyDevice
-from tests.fakes.runner_driver import RunnerDriver, init, share, step
+from tests.fakes.runner_driver import RunnerDriver, init, sampling, share, step
+from tests.fakes.scheduler_with_runner import SchedulerWithRunner
 
 PROMPTS = {1: [5, 9, 2, 7, 7, 1, 30], 2: [3], 3: [8, 8, 8, 8], 4: [40, 2, 17, 6, 6]}
 SAMPLING = {
@@ -105,3 +110,32 @@ def test_a_reset_forgets_what_is_in_flight():
     runner.reset()
     assert isinstance(runner.launch(step(2, share(1, 2, [], [0]))), NeedInit)
     assert model.num_forwards == 1
+
+
+def test_behind_a_scheduler_that_preempts_tokens_are_those_of_a_cpu(tmp_path):
+    """Its steps end sequences, cut prompts, share prefixes and come back to what lost its blocks."""
+    directory = make_checkpoint(tmp_path)
+    config = read_model_config(directory)
+    decoder = load_model(directory, config, torch.float32, max_model_len=256, backend=cpu, progress=False)
+    prefix = [(3 * i * i + 7) % 317 for i in range(9)]
+    fields = [{"temperature": 0.0, "num_logprobs": 1}, {"temperature": 0.9}, {"frequency_penalty": 0.7}]
+    requests = [
+        (prefix[: 3 + i] + [11 * i + 5] * i, sampling(max_tokens=14 + i, seed=i, **fields[i % 3])) for i in range(9)
+    ]
+    together = []
+    for device, steps_ahead in ((None, 0), (LazyDevice(), 1)):
+        both = SchedulerWithRunner(
+            *(decoder, torch.float32),
+            num_blocks=12,
+            block_size=4,
+            max_model_len=40,
+            max_num_batched_tokens=24,
+            max_num_seqs=6,
+            steps_ahead=steps_ahead,
+            device=device,
+        )
+        results = both.generate(requests, arrivals={7: 4, 8: 6})
+        assert both.scheduler.counters.num_preemptions > 0
+        together.append([(result.token_ids, result.logprobs, result.finish_reasons) for result in results])
+    assert together[0] == together[1]
+    assert "launched 1" in device.events[:2]
