@@ -6,7 +6,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo-model test lint clean
+.PHONY: help setup serve demo-model test gpu-check lint clean
 
 help:
 	@echo "Octavo: an inference server for large language models"
@@ -17,6 +17,7 @@ help:
 	@echo "  make setup         create $(VENV) and install the pinned dependencies, if they changed"
 	@echo "  make demo-model    download and convert the demo model into your cache, if it is not there"
 	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
+	@echo "  make gpu-check     check and time every kernel and a model on this machine's GPU; ARGS='--interpret' without"
 	@echo "  make lint          check format, style and types"
 	@echo "  make clean         remove $(VENV) and what tools left here; models in your cache stay"
 	@echo
@@ -42,6 +43,9 @@ demo-model: setup
 
 test: demo-model
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(ARGS)
+
+gpu-check: setup
+	@$(VENV)/bin/python -m bench.gpu_check $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

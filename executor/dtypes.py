@@ -28,3 +28,18 @@ def choose_dtype(
     if checkpoint_dtype == torch.bfloat16 and not has_bfloat16:
         return torch.float32, "the checkpoint's bfloat16 has no instructions on this CPU"
     return checkpoint_dtype, f"the checkpoint is {name}"
+
+
+def choose_kv_dtype(requested: str, dtype: torch.dtype, backend_name: str) -> torch.dtype:
+    """Return the dtype of the KV cache; `requested` is `Config.kv_cache_dtype`, `dtype` that of the activations.
+
+    Raises ValueError for fp8 with kernels that cannot read it.
+    """
+    if requested == "auto":
+        return dtype
+    if backend_name == "cpu":
+        raise ValueError(
+            "kv_cache_dtype fp8 is not supported by the cpu kernels: set --kv-cache-dtype to auto, or"
+            " --attention-backend to triton or reference"
+        )
+    return torch.float8_e4m3fn

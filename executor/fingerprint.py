@@ -22,12 +22,13 @@ def model_fingerprint(
     max_model_len: int,
     load_format: str,
     quantization: str = "auto",
+    kv_cache_dtype: str = "auto",
     seed: int = 0,
 ) -> str:
     """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
 
     These are config.json, the name, size and header of each safetensors file (or a GGUF file's index, which has them;
-    or the seed of dummy weights), the dtype, to what plain weights are rounded, and the rotary frequencies, which may
+    or the seed of dummy weights), the dtypes, to what plain weights are rounded, and the rotary frequencies, which may
     depend on `max_model_len`. Weights that were changed in place under the same header are not noticed. Raises
     ValueError if a file is missing or damaged.
     """
@@ -36,8 +37,7 @@ def model_fingerprint(
     inv_freq, attention_factor = rotary_frequencies(config.rope, config.rotary_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
-        str(dtype).encode(),
-        str(rounded_bits).encode(),
+        f"{dtype} {kv_cache_dtype} {rounded_bits}".encode(),
         repr((inv_freq.tolist(), attention_factor)).encode(),
         *([f"dummy {seed}".encode()] if load_format == "dummy" else _describe_weights(directory, config)),
     ]

@@ -1,17 +1,17 @@
-"""From the shares of a step to tensors: all tokens of all sequences in one row, without padding."""
+"""From the shares of a step to arrays: all tokens of all sequences in one row, without padding."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from executor.inputs import StepInputs
 from executor.sequences import SequenceState
 from protocol.messages import SequenceStep
 
 # T tokens of this step, S sequences, M blocks of the longest block table
+
+PADDING_SLOT = -1  # its key and value are not stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class Share:
     token_ids: bytes  # int32
     block_table: bytes  # int32
     sample: bool
+    pending_row: int | None = None  # where, among what the last step sampled, its one token lies
 
     @classmethod
     def of(cls, step: SequenceStep, state: SequenceState) -> "Share | None":
@@ -30,15 +31,27 @@ class Share:
         if token_ids is None:
             return None
         [block_table] = step.block_tables
-        return cls(state, token_ids.tobytes(), block_table, step.sample)
+        pending_row = None if step.token_ids else state.pending_row
+        return cls(state, token_ids.tobytes(), block_table, step.sample, pending_row)
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
 
-def pack(shares: Sequence[Share], block_size: int, num_blocks: int, device: torch.device) -> StepInputs:
-    """Return the StepInputs of one step's shares.
+class StepArrays(NamedTuple):
+    """The arrays of a StepInputs, in its order and dtypes."""
+
+    token_ids_T: np.ndarray
+    positions_T: np.ndarray
+    slot_mapping_T: np.ndarray
+    cu_seqlens_q: np.ndarray
+    seq_lens_S: np.ndarray
+    block_tables_SM: np.ndarray
+
+
+def pack(shares: Sequence[Share], block_size: int, num_blocks: int) -> StepArrays:
+    """Return the arrays of one step's shares; PENDING stands for tokens that only the device knows.
 
     Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
     land in another sequence.
@@ -52,18 +65,42 @@ def pack(shares: Sequence[Share], block_size: int, num_blocks: int, device: torc
     positions_T = np.arange(cu_seqlens_q[-1]) + (starts_S - cu_seqlens_q[:-1])[rows_T]
     blocks_T = block_tables_SM[rows_T, positions_T // block_size].astype(np.int64)
     token_ids_T = np.frombuffer(b"".join(share.token_ids for share in shares), np.int32)
-
-    def tensor(values: np.ndarray, dtype: type) -> Tensor:
-        return torch.from_numpy(values.astype(dtype)).to(device)
-
-    return StepInputs(
-        token_ids_T=tensor(token_ids_T, np.int64),
-        positions_T=tensor(positions_T, np.int64),
-        slot_mapping_T=tensor(blocks_T * block_size + positions_T % block_size, np.int64),
-        cu_seqlens_q=tensor(cu_seqlens_q, np.int32),
-        seq_lens_S=tensor(seq_lens_S, np.int32),
-        block_tables_SM=tensor(block_tables_SM, np.int32),
+    return StepArrays(
+        token_ids_T=token_ids_T.astype(np.int64),
+        positions_T=positions_T.astype(np.int64),
+        slot_mapping_T=(blocks_T * block_size + positions_T % block_size).astype(np.int64),
+        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
+        seq_lens_S=seq_lens_S.astype(np.int32),
+        block_tables_SM=block_tables_SM,
     )
+
+
+def pad(arrays: StepArrays, num_seqs: int, num_table_blocks: int) -> StepArrays:
+    """Return a decode step of `num_seqs` sequences with block tables of `num_table_blocks`.
+
+    A sequence that is padding has one token, which sees block 0 and is stored nowhere.
+    """
+    num_more = num_seqs - len(arrays.seq_lens_S)
+    width = arrays.block_tables_SM.shape[1]
+    return StepArrays(
+        token_ids_T=np.pad(arrays.token_ids_T, (0, num_more)),
+        positions_T=np.pad(arrays.positions_T, (0, num_more)),
+        slot_mapping_T=np.pad(arrays.slot_mapping_T, (0, num_more), constant_values=PADDING_SLOT),
+        cu_seqlens_q=np.arange(num_seqs + 1, dtype=np.int32),
+        seq_lens_S=np.pad(arrays.seq_lens_S, (0, num_more), constant_values=1),
+        block_tables_SM=np.pad(arrays.block_tables_SM, ((0, num_more), (0, num_table_blocks - width))),
+    )
+
+
+def pending_rows(shares: Sequence[Share]) -> tuple[np.ndarray, np.ndarray]:
+    """Return which tokens of the step are pending, and their rows among what the last step sampled, int64."""
+    tokens, rows, end = [], [], 0
+    for share in shares:
+        end += share.num_tokens
+        if share.pending_row is not None:
+            tokens.append(end - 1)
+            rows.append(share.pending_row)
+    return np.array(tokens, np.int64), np.array(rows, np.int64)
 
 
 def _block_tables(shares: Sequence[Share], needed_S: np.ndarray, num_blocks: int) -> np.ndarray:

@@ -1,17 +1,27 @@
-"""The ModelRunner: a Step in, its results out. It owns the KV cache and the soft state of sequences."""
+"""The ModelRunner: a Step in, its results out. It owns the KV cache and the soft state of sequences.
+
+A step is launched, then waited for. On a GPU the next one can be launched in between: what a sequence sampled last
+goes from one step to the next on the device, and the host learns of it meanwhile.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from executor import sampler
+from executor.columns import make_columns, to_device
+from executor.device import Device, device_of
+from executor.graphs import DecodeGraphs
 from executor.inputs import StepInputs
-from executor.packing import Share, pack
+from executor.launched import Launched, PromptSlice, StepOutputs
+from executor.packing import Share, StepArrays, pack, pending_rows
+from executor.sampler import Sampled
 from executor.sequences import SequenceState
 from kernels import Backend
-from protocol.messages import BlockCopy, Logprobs, NeedInit, SequenceResult, Step, StepResult
+from protocol.messages import BlockCopy, NeedInit, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
 
@@ -34,16 +44,28 @@ class ModelRunner:
     """Runs steps of one scheduler incarnation, in the order in which they come."""
 
     def __init__(
-        self, model: Model, kv_caches: KVCaches, backend: Backend, *, block_size: int, num_blocks: int
+        self,
+        model: Model,
+        kv_caches: KVCaches,
+        backend: Backend,
+        *,
+        block_size: int,
+        num_blocks: int,
+        device: Device | None = None,
     ) -> None:
-        """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks."""
+        """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks.
+
+        `device` is where they are, if it is to be another than `device_of` says.
+        """
         self.model = model
         self.kv_caches = kv_caches
         self.backend = backend
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.device = kv_caches[0][0].device
+        self.device = device or device_of(kv_caches[0][0].device)
+        self.graphs: DecodeGraphs | None = None  # of decode steps; without them, each is launched kernel by kernel
         self._states: dict[int, SequenceState] = {}
+        self._last: Launched | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -51,55 +73,84 @@ class ModelRunner:
         return len(self._states)
 
     def reset(self) -> None:
-        """Drop the soft state of all sequences."""
+        """Drop the soft state of all sequences, and the results of what is in flight."""
         self._states.clear()
+        self._last = None
+
+    def run(self, step: Step) -> StepResult | NeedInit:
+        """Launch a step and wait for it."""
+        launched = self.launch(step)
+        return launched if isinstance(launched, NeedInit) else launched.wait()
 
     @torch.inference_mode()
-    def run(self, step: Step) -> StepResult | NeedInit:
-        """Do a step, or say for which sequences it cannot be done: then nothing was computed.
+    def launch(self, step: Step) -> Launched | NeedInit:
+        """Begin a step, or say for which sequences it cannot be done: then nothing is computed.
 
         Raises ValueError for a step that contradicts itself: a copy from a tier that is not there, blocks out of
         range, an `init` that the share does not continue.
         """
+        self._settle_for(step)
         for seq_id in step.forget:
             self._states.pop(seq_id, None)
         shares, missing = self._take_shares(step)
         if missing:
             return NeedInit(step.scheduler_incarnation, step.executor_incarnation, step.step_id, missing)
         self._copy_blocks(step.copies)
-        hidden_TE = self.forward(shares)
-        return StepResult(
-            step.scheduler_incarnation,
-            step.executor_incarnation,
-            step.step_id,
-            self.sample(hidden_TE, shares),
-            completed_copies=list(range(len(step.copies))),
-        )
+        outputs = self.sample(self.forward(shares), shares)
+        previous = None if self._last is None or self._last.is_settled else self._last
+        self._last = Launched(step, shares, outputs, self.device, previous)
+        return self._last
 
     def forward(self, shares: Sequence[Share]) -> Tensor:
         """Compute the shares' tokens into the KV cache; return hidden_TE."""
         if not shares:
-            return torch.empty(0, device=self.device)
-        return self.model.forward(pack(shares, self.block_size, self.num_blocks, self.device), self.kv_caches)
+            return torch.empty(0, device=self.device.torch_device)
+        arrays = pack(shares, self.block_size, self.num_blocks)
+        if self.graphs is not None and (key := _graph_key(self.graphs, arrays)):
+            self._fill_in_pending(self.graphs.load(key, arrays), shares)
+            return self.graphs.replay(key, len(shares))
+        inputs = StepInputs(*self.device.upload(arrays))
+        self._fill_in_pending(inputs, shares)
+        return self.model.forward(inputs, self.kv_caches)
 
-    def sample(self, hidden_TE: Tensor, shares: Sequence[Share]) -> list[SequenceResult]:
-        """Return each share's result, sampling where it asks for it, and advance the states."""
+    def sample(self, hidden_TE: Tensor, shares: Sequence[Share]) -> StepOutputs:
+        """Sample where the shares ask for it, and advance the states: a sampled token is pending from here on."""
         ends = _ends(shares)
-        prompt_logprobs = [
+        prompt_slices = [
             self._prompt_logprobs(hidden_TE[end - share.num_tokens : end], share)
             for share, end in zip(shares, ends, strict=True)
         ]
-        sampled = iter(self._sample_last(hidden_TE, shares, ends))
-        results = []
-        for share, of_prompt in zip(shares, prompt_logprobs, strict=True):
+        sampled = self._sample_last(hidden_TE, shares, ends)
+        row = 0
+        for share in shares:
             share.state.num_computed_tokens += share.num_tokens
-            token_ids, logprobs = [], None
             if share.sample:
-                token_id, logprobs = next(sampled)
-                share.state.append(token_id)
-                token_ids = [token_id]
-            results.append(SequenceResult(token_ids, logprobs, of_prompt))
-        return results
+                share.state.sampled(row)
+                row += 1
+        return StepOutputs(sampled, prompt_slices)
+
+    def _settle_for(self, step: Step) -> None:
+        """Wait for what the launch of `step` needs on the host.
+
+        That is nothing of the last step, unless penalties are to count what it sampled or the scheduler names it: such
+        a batch waits for it. Of the step before that all is: what is pending is always in the last one.
+        """
+        if self._last is None:
+            return
+        if self._last.previous is not None:
+            self._last.previous.wait()
+        states = ((self._states.get(part.seq_id), part) for part in step.sequences if part.init is None)
+        if any(state is not None and state.needs_pending(part) for state, part in states):
+            self._last.wait()
+
+    def _fill_in_pending(self, inputs: StepInputs, shares: Sequence[Share]) -> None:
+        """Put what the last step sampled in the place of PENDING."""
+        tokens, rows = pending_rows(shares)
+        if len(tokens):
+            assert self._last is not None
+            assert self._last.token_ids_S is not None
+            tokens_N, rows_N = self.device.upload([tokens, rows])
+            inputs.token_ids_T.index_copy_(0, tokens_N, self._last.token_ids_S.index_select(0, rows_N))
 
     def _take_shares(self, step: Step) -> tuple[list[Share], list[int]]:
         """Return the step's shares, and the sequences whose state is unknown or does not fit."""
@@ -126,35 +177,47 @@ class ModelRunner:
             for cache in (cache for layer in self.kv_caches for cache in layer):
                 cache[copy.destination_block] = cache[copy.source_block]
 
-    def _sample_last(
-        self, hidden_TE: Tensor, shares: Sequence[Share], ends: list[int]
-    ) -> Iterable[tuple[int, Logprobs | None]]:
-        """Return the next token of each share that samples, and its log probabilities where wanted."""
+    def _sample_last(self, hidden_TE: Tensor, shares: Sequence[Share], ends: list[int]) -> Sampled | None:
+        """Return the next token of each share that samples."""
         last = [end - 1 for share, end in zip(shares, ends, strict=True) if share.sample]
         if not last:
-            return []
-        logits_SV = self.model.compute_logits(hidden_TE if len(last) == len(hidden_TE) else hidden_TE[last])
-        return zip(
-            *sampler.sample(logits_SV, [share.state for share in shares if share.sample], self.backend), strict=True
-        )
+            return None
+        if len(last) < len(hidden_TE):
+            [last_S] = self.device.upload([np.array(last)])
+            hidden_TE = hidden_TE.index_select(0, last_S)
+        logits_SV = self.model.compute_logits(hidden_TE)
+        columns = make_columns([share.state for share in shares if share.sample], logits_SV.shape[1])
+        on_device = to_device(columns, self.device.upload)
+        return sampler.sample(logits_SV, on_device, self.backend, is_lazy=self.device.is_lazy)
 
-    def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> Logprobs | None:
+    def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> list[PromptSlice]:
         """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.
 
         Position p foretells token p + 1: chunks [a, b) and [b, c) give tokens a + 1 to b and b + 1 to c.
         """
         state = share.state
         if not state.needs_prompt_logprobs:
-            return None
+            return []
         first = state.num_computed_tokens + 1
-        targets = state.token_ids[first : min(first + share.num_tokens, state.num_prompt_tokens)]
+        targets = np.array(state.token_ids[first : min(first + share.num_tokens, state.num_prompt_tokens)], np.int64)
+        starts = range(0, len(targets), PROMPT_LOGPROB_ROWS)
+        return [self._prompt_slice(hidden_TE[s:], targets[s : s + PROMPT_LOGPROB_ROWS], state) for s in starts]
+
+    def _prompt_slice(self, hidden_TE: Tensor, targets: np.ndarray, state: SequenceState) -> PromptSlice:
+        logits_RV = self.model.compute_logits(hidden_TE[: len(targets)])
+        is_lazy = self.device.is_lazy
+        is_bad_R = sampler.clamp_non_finite(logits_RV, is_lazy=is_lazy)
+        [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
-        result: list[Logprobs] = []
-        for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
-            rows = targets[start : start + PROMPT_LOGPROB_ROWS]
-            logprobs_RV = sampler.log_probs(self.model.compute_logits(hidden_TE[start : start + len(rows)]))
-            result += sampler.token_logprobs(logprobs_RV, rows, [num_alternatives] * len(rows))
-        return sum(result, Logprobs(num_alternatives)) if result else None
+        return PromptSlice(
+            sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy), is_bad_R
+        )
+
+
+def _graph_key(graphs: DecodeGraphs, arrays: StepArrays) -> tuple[int, int] | None:
+    """Return the graph for a step of one token a sequence, if it has one."""
+    num_seqs, table_blocks = arrays.block_tables_SM.shape
+    return graphs.find(num_seqs, table_blocks) if len(arrays.token_ids_T) == num_seqs else None
 
 
 def _ends(shares: Sequence[Share]) -> list[int]:

@@ -4,32 +4,34 @@ The order is vLLM's: log probabilities of the raw distribution; bias, `min_token
 top_p (of what top_k left); min_p (of the likeliest token). Then one uniform number picks a token by inverse CDF, in
 the order of token ids. Among equals, the lower token id counts as the likelier.
 
+What the host knows of the rows becomes columns (`executor.columns`), which travel to the device together; from there on
+nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a lazy device only (see
+`executor.device`), with the same bits.
+
 Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
 of a thread's share of an elementwise `exp` differently, but softmax and topk work row by row. Logits that are
-not finite (a broken checkpoint, an overflow) are clamped and logged: the sequence ends as others do.
+not finite (a broken checkpoint, an overflow) are clamped and counted: the sequence ends as others do.
 """
 
-import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from executor.sequences import SequenceState
+from executor.columns import MASKED_LOGIT, Columns, Draws, Penalties
 from kernels import Backend
-from kernels.philox import uniform
 from protocol.messages import Logprobs
-from protocol.sampling import SamplingParams
 
-# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of C tokens of the vocabulary
+# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of C tokens of the vocabulary, N logits
 
-logger = logging.getLogger(__name__)
-
-GREEDY_BELOW = 1e-5  # temperature; vLLM's border
-LARGEST_LOGIT = 1e30  # finite after division by the least temperature
+LARGEST_LOGIT = -MASKED_LOGIT
 BLOCK = 256  # tokens
 TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
+
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 class Purpose(IntEnum):
@@ -38,55 +40,74 @@ class Purpose(IntEnum):
     SAMPLE = 0
 
 
-def sample(
-    logits_SV: Tensor, sequences: Sequence[SequenceState], backend: Backend
-) -> tuple[list[int], list[Logprobs | None]]:
-    """Return the next token of each row's sequence, and its log probabilities where they are wanted.
+class TokenLogprobs(NamedTuple, Generic[Array]):
+    """Log probabilities of one token a row, its rank (from 1), and the row's K likeliest tokens."""
 
-    `logits_SV` is float32 and is overwritten.
+    logprob_R: Array  # float32
+    rank_R: Array  # int32
+    top_ids_RK: Array  # int32
+    top_logprobs_RK: Array  # float32
+
+
+class Sampled(NamedTuple):
+    """What the rows of a step give, on the device."""
+
+    token_ids_S: Tensor  # int64
+    is_bad_S: Tensor  # bool: the logits were not finite
+    logprobs: TokenLogprobs[Tensor] | None  # of the rows that want them
+
+
+def sample(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend, *, is_lazy: bool) -> Sampled:
+    """Return the next token of each row, and the log probabilities of those that want them.
+
+    `logits_SV` is float32 and is overwritten. Nothing is computed on the host, and nothing waits if `is_lazy`.
     """
-    _clamp_non_finite(logits_SV)
-    wanting = [row for row, seq in enumerate(sequences) if seq.sampling.num_logprobs is not None]
-    logprobs_RV = _select(logits_SV, wanting).log_softmax(-1) if wanting else None
-    for row, seq in enumerate(sequences):
-        if _is_edited(seq):
-            _edit(logits_SV[row], seq)
-    token_ids = _choose(logits_SV, sequences, backend)
-    logprobs: list[Logprobs | None] = [None] * len(sequences)
-    if logprobs_RV is not None:
-        chosen = [token_ids[row] for row in wanting]
-        alternatives = [sequences[row].sampling.num_logprobs or 0 for row in wanting]
-        for row, entry in zip(wanting, token_logprobs(logprobs_RV, chosen, alternatives), strict=True):
-            logprobs[row] = entry
-    return token_ids, logprobs
+    is_bad_S = clamp_non_finite(logits_SV, is_lazy=is_lazy)
+    wanting_R = columns.logprobs_R
+    raw_RV = logits_SV.index_select(0, wanting_R) if len(wanting_R) else None
+    _edit(logits_SV, columns)
+    token_ids_S = _choose(logits_SV, columns, backend)
+    if raw_RV is None:
+        return Sampled(token_ids_S, is_bad_S, None)
+    chosen_R = token_ids_S.index_select(0, wanting_R)
+    logprobs = token_logprobs(raw_RV, chosen_R, columns.num_alternatives, backend, is_lazy=is_lazy)
+    return Sampled(token_ids_S, is_bad_S, logprobs)
 
 
-def log_probs(logits_RV: Tensor) -> Tensor:
-    """Return the log probabilities of the raw distribution; logits that are not finite are clamped in place."""
-    _clamp_non_finite(logits_RV)
-    return logits_RV.log_softmax(-1)
+def token_logprobs(
+    logits_RV: Tensor, token_ids_R: Tensor, num_alternatives: int, backend: Backend, *, is_lazy: bool
+) -> TokenLogprobs[Tensor]:
+    """Return the log probabilities of one token a row in the raw distribution, with the row's likeliest tokens."""
+    logprob_R, rank_R = backend.gather_logprobs(logits_RV, token_ids_R)
+    if not num_alternatives:
+        none = (len(rank_R), 0)
+        return TokenLogprobs(logprob_R, rank_R, rank_R.new_empty(none), logprob_R.new_empty(none))
+    top_RK, ids_RK = top_k(logits_RV.log_softmax(-1), num_alternatives, is_lazy=is_lazy)
+    return TokenLogprobs(logprob_R, rank_R, ids_RK.to(torch.int32), top_RK)
 
 
-def token_logprobs(logprobs_RV: Tensor, token_ids: Sequence[int], num_alternatives: Sequence[int]) -> list[Logprobs]:
-    """Return the log probabilities of one token a row, with its rank and the row's likeliest tokens."""
-    token_ids_R1 = torch.tensor(token_ids, device=logprobs_RV.device)[:, None]
-    chosen_R1 = logprobs_RV.gather(1, token_ids_R1)
-    ranks_R = ((logprobs_RV > chosen_R1).sum(-1) + 1).to(torch.int32)
-    values_RK, ids_RK = top_k(logprobs_RV, max(num_alternatives))
-    ids_RK = ids_RK.to(torch.int32)
-    chosen, ranks, values, ids = (t.numpy(force=True) for t in (chosen_R1, ranks_R, values_RK, ids_RK))
+def pack_logprobs(values: TokenLogprobs[np.ndarray], num_alternatives: Sequence[int]) -> list[Logprobs]:
+    """Return each row's log probabilities as a message has them, with its own number of alternatives."""
     return [
-        Logprobs(k, chosen[row].tobytes(), ranks[row].tobytes(), ids[row, :k].tobytes(), values[row, :k].tobytes())
+        Logprobs(
+            k,
+            values.logprob_R[row].tobytes(),
+            values.rank_R[row].tobytes(),
+            values.top_ids_RK[row, :k].tobytes(),
+            values.top_logprobs_RK[row, :k].tobytes(),
+        )
         for row, k in enumerate(num_alternatives)
     ]
 
 
-def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def top_k(scores_RV: Tensor, k: int, *, is_lazy: bool = False) -> tuple[Tensor, Tensor]:
     """Return each row's `k` highest scores (all, if there are fewer), descending, and their token ids.
 
     Equal scores come in the order of their ids, also where only some of them fit.
     """
     k = min(k, scores_RV.shape[1])
+    if is_lazy:
+        return _top_k_by_keys(scores_RV, k)
     # torch leaves the order of equals open; one score more shows a tie across the border.
     values_RK, ids_RK = _topk(scores_RV, min(k + 1, scores_RV.shape[1]))
     tied_R = (values_RK[:, 1:] == values_RK[:, :-1]).any(-1)
@@ -96,6 +117,19 @@ def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         order = scores_RV[row, candidates].sort(stable=True, descending=True).indices[:k]
         ids_RK[row] = candidates[order]
     return values_RK, ids_RK
+
+
+def _top_k_by_keys(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return what `top_k` does without a look at the scores: by integers that no two tokens of a row share.
+
+    A float's bits, those of a negative one's magnitude inverted, are ordered as it is; below is the inverted token id.
+    """
+    bits_RV = (scores_RV + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV)
+    last_id = scores_RV.shape[1] - 1
+    keys_RV = (ordered_RV << 32) + (last_id - torch.arange(last_id + 1, device=scores_RV.device))
+    ids_RK = last_id - (keys_RV.topk(k).values & 0xFFFFFFFF)
+    return scores_RV.gather(1, ids_RK), ids_RK
 
 
 def _topk(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -110,63 +144,53 @@ def _topk(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values_RK, block_RK.gather(1, index_RK // TOP_BLOCK) * TOP_BLOCK + index_RK % TOP_BLOCK
 
 
-def _clamp_non_finite(logits_SV: Tensor) -> None:
-    """Clamp rows that have no finite maximum. A NaN makes its row's maximum NaN; a masked token (-inf) may stay."""
-    bad_S = ~logits_SV.amax(-1).isfinite()
-    if bad_S.any():
-        logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", int(bad_S.sum()))
-        logits_SV[bad_S] = logits_SV[bad_S].nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
+def clamp_non_finite(logits_SV: Tensor, *, is_lazy: bool) -> Tensor:
+    """Clamp, in place, rows that have no finite maximum; return which these are.
+
+    A NaN makes its row's maximum NaN; a masked token (-inf) may stay.
+    """
+    is_bad_S = ~logits_SV.amax(-1).isfinite()
+    if is_lazy or is_bad_S.any():
+        clamped_SV = logits_SV.nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
+        torch.where(is_bad_S[:, None], clamped_SV, logits_SV, out=logits_SV)
+    return is_bad_S
 
 
-def _is_edited(seq: SequenceState) -> bool:
-    sampling = seq.sampling
-    return bool(sampling.logit_bias) or seq.num_output_tokens < sampling.min_tokens or seq.counts is not None
+def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> None:
+    """Apply logit_bias, min_tokens and penalties in place; no two entries of one kind name the same logit."""
+    bias, mask, penalties = columns.bias, columns.mask, columns.penalties
+    if len(bias.row_N):
+        at_N = bias.row_N, bias.token_id_N
+        logits_SV[at_N] = logits_SV[at_N] + bias.added_N
+    if len(mask.row_N):
+        logits_SV[mask.row_N, mask.token_id_N] = MASKED_LOGIT
+    if len(penalties.row_N):
+        at_N = penalties.row_N, penalties.token_id_N
+        logits_SV[at_N] = _penalize(logits_SV[at_N], penalties)
 
 
-def _edit(logits_V: Tensor, seq: SequenceState) -> None:
-    """Apply logit_bias, min_tokens and penalties in place."""
-    sampling = seq.sampling
-    if sampling.logit_bias:
-        ids, biases = zip(*sampling.logit_bias, strict=True)
-        logits_V[list(ids)] += torch.tensor(biases, dtype=torch.float32, device=logits_V.device)
-    if seq.num_output_tokens < sampling.min_tokens:
-        # A model's end-of-text id may lie beyond its vocabulary; it cannot be sampled then.
-        stops = [i for i in (*sampling.eos_token_ids, *sampling.stop_token_ids) if i < len(logits_V)]
-        logits_V[stops] = -LARGEST_LOGIT
-    if seq.counts is not None:
-        ids_N, counts_N = (tensor.to(logits_V.device) for tensor in seq.counts.tensors())
-        logits_V[ids_N] = _penalize(logits_V[ids_N], counts_N, sampling)
+def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
+    repetition_N = penalties.repetition_N
+    logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
+    logits_N -= penalties.frequency_N * penalties.count_N
+    return logits_N - penalties.presence_N * (penalties.count_N > 0)
 
 
-def _penalize(logits_N: Tensor, counts_N: Tensor, sampling: SamplingParams) -> Tensor:
-    penalty = sampling.repetition_penalty
-    logits_N = torch.where(logits_N > 0, logits_N / penalty, logits_N * penalty)
-    logits_N -= sampling.frequency_penalty * counts_N
-    return logits_N - sampling.presence_penalty * (counts_N > 0)
+def _choose(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend) -> Tensor:
+    """Return a token for each row: each is in one of the two lists."""
+    greedy_R, draws = columns.greedy_R, columns.draws
+    token_ids_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
+    if len(greedy_R):
+        token_ids_S[greedy_R] = _argmax(_select(logits_SV, greedy_R))
+    if len(draws.row_R):
+        uniform_R = backend.uniform(draws.seed_R, draws.position_R, Purpose.SAMPLE)
+        token_ids_S[draws.row_R] = _draw(_select(logits_SV, draws.row_R), draws, uniform_R, backend)
+    return token_ids_S
 
 
-def _choose(logits_SV: Tensor, sequences: Sequence[SequenceState], backend: Backend) -> list[int]:
-    greedy = [row for row, seq in enumerate(sequences) if _is_greedy(seq.sampling)]
-    drawn = [row for row, seq in enumerate(sequences) if not _is_greedy(seq.sampling)]
-    token_ids = [0] * len(sequences)
-    if greedy:
-        _place(token_ids, greedy, _argmax(_select(logits_SV, greedy)))
-    if drawn:
-        samplings = [sequences[row].sampling for row in drawn]
-        uniforms = [
-            uniform(sequences[row].sampling.seed, sequences[row].num_output_tokens, Purpose.SAMPLE) for row in drawn
-        ]
-        _place(token_ids, drawn, _draw(_select(logits_SV, drawn), samplings, uniforms, backend))
-    return token_ids
-
-
-def _select(tensor: Tensor, rows: list[int]) -> Tensor:
-    return tensor if len(rows) == len(tensor) else tensor[rows]
-
-
-def _place(token_ids: list[int], rows: list[int], token_ids_R: Tensor) -> None:
-    for row, token_id in zip(rows, token_ids_R.tolist(), strict=True):
-        token_ids[row] = token_id
+def _select(tensor: Tensor, rows_R: Tensor) -> Tensor:
+    """Return the rows; all of them are the tensor itself, since they are ascending."""
+    return tensor if len(rows_R) == len(tensor) else tensor.index_select(0, rows_R)
 
 
 def _argmax(logits_RV: Tensor) -> Tensor:
@@ -182,19 +206,7 @@ def _gather_blocks(blocks_RBC: Tensor, block_R: Tensor) -> Tensor:
     return blocks_RBC[torch.arange(len(block_R), device=block_R.device), block_R]
 
 
-def _is_greedy(sampling: SamplingParams) -> bool:
-    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
-
-
-def _draw(
-    logits_RV: Tensor, samplings: Sequence[SamplingParams], uniforms: Sequence[float], backend: Backend
-) -> Tensor:
+def _draw(logits_RV: Tensor, draws: Draws[Tensor], uniform_R: Tensor, backend: Backend) -> Tensor:
     """Return a random token for each row; scales the logits in place."""
-
-    def column(values: Iterable[float]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float64, device=logits_RV.device)
-
-    probs_RV = backend.scale_to_probs(logits_RV, column(s.temperature for s in samplings))
-    top_k_R = column(s.top_k for s in samplings).long()
-    top_p_R, min_p_R = column(s.top_p for s in samplings), column(s.min_p for s in samplings)
-    return backend.draw(probs_RV, top_k_R, top_p_R, min_p_R, column(uniforms))
+    probs_RV = backend.scale_to_probs(logits_RV, draws.temperature_R)
+    return backend.draw(probs_RV, draws.top_k_R, draws.top_p_R, draws.min_p_R, uniform_R)

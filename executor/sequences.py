@@ -4,11 +4,11 @@ from array import array
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from protocol.messages import SequenceInit, SequenceStep, unpack_ids
 from protocol.sampling import SamplingParams
+
+PENDING = 0  # in the place of a token that only the device knows: an id that every vocabulary has
 
 
 class TokenCounts:
@@ -30,12 +30,9 @@ class TokenCounts:
             self._counts.append(0)
         self._counts[slot] += count
 
-    def tensors(self) -> tuple[Tensor, Tensor]:
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens, int64, and their counts, float32."""
-        return (
-            torch.from_numpy(np.array(self._ids, dtype=np.int64)),
-            torch.from_numpy(np.array(self._counts, dtype=np.float32)),
-        )
+        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
 
 
 @dataclass(slots=True)
@@ -44,10 +41,12 @@ class SequenceState:
 
     sampling: SamplingParams
     num_prompt_tokens: int
-    token_ids: "array[int]"  # prompt, then output
+    token_ids: "array[int]"  # prompt, then output, as far as the host knows it
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
     needs_prompt_logprobs: bool
+    num_pending_tokens: int = 0  # sampled, and known to the device alone
+    pending_row: int | None = None  # of the last one of these, among what its step sampled
 
     @classmethod
     def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
@@ -69,14 +68,33 @@ class SequenceState:
         )
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
+
+    def needs_pending(self, share: SequenceStep) -> bool:
+        """Return whether `share` cannot be computed before the host knows the pending token.
+
+        Penalties count it, and tokens that a scheduler names are compared with it.
+        """
+        if self.pending_row is None:
+            return False
+        names_it = share.num_computed_tokens + len(share.token_ids) // 4 > len(self.token_ids)
+        return (bool(share.token_ids) and names_it) or (self.counts is not None and share.sample)
 
     def share_token_ids(self, share: SequenceStep) -> "array[int] | None":
-        """Return the tokens that `share` computes, or None if it does not continue this state."""
-        start, length = self.num_computed_tokens, len(self.token_ids)
+        """Return the tokens that `share` computes, or None if it does not continue this state.
+
+        PENDING stands for the token that only the device knows.
+        """
+        start, length = self.num_computed_tokens, self.num_tokens
         if share.num_computed_tokens != start:
             return None
+        if self.pending_row is not None and not share.token_ids:
+            return array("i", [PENDING]) if start + 1 == length else None
         token_ids = unpack_ids(share.token_ids) or self.token_ids[-1:]
         end = start + len(token_ids)
         if (
@@ -87,8 +105,16 @@ class SequenceState:
             return None
         return token_ids
 
+    def sampled(self, row: int) -> None:
+        """Take note that a token was sampled, as row `row` of its step."""
+        self.num_pending_tokens += 1
+        self.pending_row = row
+
     def append(self, token_id: int) -> None:
-        """Add a sampled token."""
+        """Learn the first of the pending tokens."""
+        self.num_pending_tokens -= 1
+        if not self.num_pending_tokens:
+            self.pending_row = None
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)

@@ -1,6 +1,7 @@
 """The executor's side of the link: numbered steps in, results out, strictly in order.
 
-Nothing is negotiated on the hot path: the socket is polled, a step that is there is done, its result is sent.
+Nothing is negotiated on the hot path: the socket is polled, a step that is there is done, its result is sent. A device
+that computes later than it is told (a GPU) is given the next step, if it is there, before the last one's result.
 """
 
 import logging
@@ -10,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
+from executor.launched import Launched
 from executor.runner import ModelRunner
 from protocol.messages import (
     ExecutorReady,
@@ -22,7 +24,6 @@ from protocol.messages import (
     Progress,
     Step,
     StepFailed,
-    StepResult,
     Welcome,
     decode_to_executor,
     encode,
@@ -76,6 +77,15 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
                 try_send(socket, [encode(Progress(self._incarnation, progress.step_id, progress.layers_done))])
 
 
+class Flight(NamedTuple):
+    """A step that was launched and not answered."""
+
+    launched: Launched
+    step: Step
+    launched_s: float
+    waited_s: float  # how long there was nothing to do before it
+
+
 class Server:
     """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor."""
 
@@ -94,9 +104,10 @@ class Server:
         self._clock = clock
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
-        self._next_step_id = 1
+        self._next_step_id = 1  # to be launched
+        self._flight: Flight | None = None
         self._results: OrderedDict[int, bytes] = OrderedDict()
-        self._idle_since_s = clock()
+        self._last_end_s = clock()  # when the last step ended
         self._ready_due_s = clock()
 
     def run(self) -> None:
@@ -105,10 +116,23 @@ class Server:
             self.turn()
 
     def turn(self) -> None:
-        """Take one message, or wait for one until ExecutorReady is due again."""
+        """Take one message, or wait for one until ExecutorReady is due again; or end the step in flight.
+
+        While one is, this turns without a pause: a step takes milliseconds, of which a poll knows only whole ones.
+        """
+        if self._flight is not None:
+            self._turn_in_flight(self._flight)
+            return
         self._say_ready_if_due()
         if self._socket.poll(max(0, round(1000 * (self._ready_due_s - self._clock())))):
             self._take(self._socket.recv())
+
+    def _turn_in_flight(self, flight: Flight) -> None:
+        if self._socket.poll(0):
+            self._take(self._socket.recv())
+        elif flight.launched.is_done():
+            self._flight = None
+            self._finish(flight)
 
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
@@ -142,6 +166,7 @@ class Server:
             self._retired_incarnations.add(self._scheduler_incarnation)
             self._scheduler_incarnation = incarnation
             self._next_step_id = welcome.next_step_id
+            self._flight = None  # nobody waits for its result
             self._results.clear()
             self._runner.reset()
         self._next_step_id = max(self._next_step_id, welcome.next_step_id)
@@ -153,30 +178,55 @@ class Server:
             self._do(step)
 
     def _do(self, step: Step) -> None:
-        started_s = self._clock()
-        waited_s = started_s - self._idle_since_s
+        """Launch a step, then answer the one before; and this one too if it is done already, as on a CPU it is."""
+        launched_s = self._clock()
         self._progress.step_id, self._progress.layers_done = step.step_id, 0
+        previous, self._flight = self._flight, None
         try:
-            outcome = self._runner.run(step)
+            launched = self._runner.launch(step)
         except Exception as error:
-            self._socket.set(zmq.LINGER, FAREWELL_MS)
-            self._send(encode(_failure(step, error)))
+            if previous is not None:
+                self._finish(previous)
+            self._fail(step, error)
             raise
-        self._idle_since_s = self._clock()
-        if isinstance(outcome, NeedInit):
-            self._send(encode(outcome))  # the step stays the next one, until a Welcome names another
+        if previous is not None:
+            self._finish(previous)
+        if isinstance(launched, NeedInit):
+            self._send(encode(launched))  # the step stays the next one, until a Welcome names another
+            self._end_step()
+            return
+        self._next_step_id = step.step_id + 1
+        waited_s = 0.0 if previous is not None else launched_s - self._last_end_s
+        flight = Flight(launched, step, launched_s, waited_s)
+        if launched.is_done():
+            self._finish(flight)
         else:
-            busy_s = self._idle_since_s - started_s
-            self._finish(msgspec.structs.replace(outcome, busy_s=busy_s, waited_s=waited_s))
-        self._ready_due_s = self._idle_since_s + INTERVAL_S
+            self._flight = flight
 
-    def _finish(self, result: StepResult) -> None:
-        frame = encode(result)
+    def _finish(self, flight: Flight) -> None:
+        """Wait for a step, if it is not done, and answer it."""
+        try:
+            result = flight.launched.wait()
+        except Exception as error:
+            self._fail(flight.step, error)
+            raise
+        started_s = max(flight.launched_s, self._last_end_s)  # a device does one step after the other
+        self._end_step()
+        busy_s = self._last_end_s - started_s
+        frame = encode(msgspec.structs.replace(result, busy_s=busy_s, waited_s=flight.waited_s))
         self._results[result.step_id] = frame
         if len(self._results) > NUM_KEPT_RESULTS:
             self._results.popitem(last=False)
-        self._next_step_id = result.step_id + 1
         self._send(frame)
+
+    def _end_step(self) -> None:
+        self._last_end_s = self._clock()
+        self._ready_due_s = self._last_end_s + INTERVAL_S
+
+    def _fail(self, step: Step, error: Exception) -> None:
+        """Tell the scheduler, before this process ends, that a step raised."""
+        self._socket.set(zmq.LINGER, FAREWELL_MS)
+        self._send(encode(_failure(step, error)))
 
     def _send(self, frame: bytes) -> bool:
         """Send and return whether it left; what cannot leave now is lost, and asked for again."""

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 import kernels
-from executor.dtypes import choose_dtype, has_bfloat16
+from executor.device import Device, device_of
+from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
+from executor.graphs import DecodeGraphs, batch_sizes, table_widths
+from executor.inputs import StepInputs
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
 from executor.models import Decoder, ModelConfig, load_model, read_model_config
 from executor.models.layers import packed_weights
@@ -62,7 +66,8 @@ def start_executor(config: Config) -> Executor:
         max_model_len = choose_max_model_len(config.max_model_len, model_config)
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
-        _refuse_impossible(config, model_config, max_model_len, dtype, device)
+        kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name)
+        _refuse_impossible(config, model_config, max_model_len, kv_dtype, device)
     with phase("weights"):
         model = load_model(
             directory,
@@ -81,15 +86,19 @@ def start_executor(config: Config) -> Executor:
             max_model_len=max_model_len,
             load_format=config.load_format,
             quantization=config.quantization,
+            kv_cache_dtype=config.kv_cache_dtype,
         )
     _log_weights(model)
     with phase("KV pool"):
-        runner = _make_runner(config, model, max_model_len, dtype, chosen)
+        runner = make_runner(config, model, max_model_len, kv_dtype, chosen, device_of(device))
     if chosen.name == "cpu":
         with phase("kernels"):
             compile_kernels(dtype, _has_groupwise(model))
     with phase("warm-up"):
         warm_up(runner, max_model_len)
+    if chosen.name == "triton" and device.type == "cuda" and not config.enforce_eager:
+        with phase("CUDA graphs"):
+            capture_graphs(runner, config.max_num_seqs, max_model_len)
     progress = StepProgress()
     for layer in model.model.layers:
         layer.register_forward_hook(progress.count_layer)
@@ -138,6 +147,33 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     runner.reset()
 
 
+def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -> None:
+    """Record the runner's decode steps, with a bar if it is a terminal; this compiles what is left to be compiled."""
+    widths = table_widths(max_model_len, runner.block_size)
+
+    def run(inputs: StepInputs) -> Tensor:
+        return runner.model.forward(inputs, runner.kv_caches)
+
+    graphs = DecodeGraphs(run, runner.device, batch_sizes(max_num_seqs), widths)
+    with tqdm(graphs.capture(), "CUDA graphs", len(graphs), unit=" graphs", disable=None, leave=False) as captured:
+        for num_seqs, table_blocks in captured:
+            captured.set_postfix_str(f"{num_seqs} sequences of {table_blocks} blocks")
+    runner.graphs = graphs
+
+
+def largest_step(config: Config, max_model_len: int) -> Step:
+    """Return a step as large as a scheduler may plan; all of it lies in block 0, so that its results are of no use."""
+    num_seqs = config.max_num_seqs
+    length, num_longer = divmod(config.max_num_batched_tokens, num_seqs)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
+    sequences = []
+    for seq_id in range(num_seqs):
+        num_tokens = min(length + (seq_id < num_longer), max_model_len)
+        prompt, table = bytes(4 * num_tokens), bytes(4 * -(-num_tokens // config.block_size))
+        sequences.append(SequenceStep(seq_id, 0, prompt, (table,), True, SequenceInit(sampling, prompt)))
+    return Step("", "", 1, sequences)
+
+
 def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.device) -> torch.dtype:
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16(device))
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
@@ -145,13 +181,15 @@ def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.devic
 
 
 def _refuse_impossible(
-    config: Config, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: Config, model_config: ModelConfig, max_model_len: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError, before minutes of loading, for a KV pool that cannot be, whatever the weights take."""
     shapes = [(model_config.num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
-    size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
+    size_pool(config, block_bytes(shapes, config.block_size, kv_dtype), max_model_len, device)
     if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
         logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
+    if device.type == "cpu" and config.enforce_eager:
+        logger.warning("enforce_eager has no effect on the CPU: there are no CUDA graphs")
 
 
 def _choose_threads(config: Config) -> None:
@@ -161,7 +199,7 @@ def _choose_threads(config: Config) -> None:
 
 
 def _has_groupwise(model: Decoder) -> bool:
-    return any(isinstance(getattr(module, "packed", None), PackedGroupwise) for module in model.modules())
+    return any(isinstance(packed, PackedGroupwise) for packed in packed_weights(model))
 
 
 def _log_weights(model: Decoder) -> None:
@@ -172,15 +210,32 @@ def _log_weights(model: Decoder) -> None:
     logger.info("%.1f MiB of weights (%s)", held_bytes.total() / 2**20, listed)
 
 
-def _make_runner(
-    config: Config, model: Decoder, max_model_len: int, dtype: torch.dtype, chosen: ChosenBackend
+def make_runner(
+    config: Config,
+    model: Decoder,
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    chosen: ChosenBackend,
+    device: Device,
 ) -> ModelRunner:
-    device = chosen.device
+    """Return a runner whose KV pool takes what the largest step leaves. Raises ValueError if that is too little."""
     shapes: list[KVShape] = model.kv_shapes
-    pool = size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
-    kv_caches = allocate_kv_caches(shapes, pool.num_blocks, config.block_size, dtype, device)
+
+    def runner_of(num_blocks: int) -> ModelRunner:
+        kv_caches = allocate_kv_caches(shapes, num_blocks, config.block_size, kv_dtype, chosen.device)
+        return ModelRunner(
+            *(model, kv_caches, chosen.backend), block_size=config.block_size, num_blocks=num_blocks, device=device
+        )
+
+    pool = size_pool(
+        config,
+        block_bytes(shapes, config.block_size, kv_dtype),
+        max_model_len,
+        chosen.device,
+        activation_bytes=device.peak_bytes(lambda: runner_of(1).run(largest_step(config, max_model_len))),
+    )
     _log_pool(pool, config.block_size, max_model_len)
-    return ModelRunner(model, kv_caches, chosen.backend, block_size=config.block_size, num_blocks=pool.num_blocks)
+    return runner_of(pool.num_blocks)
 
 
 def _log_pool(pool: PoolSize, block_size: int, max_model_len: int) -> None:

@@ -16,8 +16,8 @@ def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: T
     for token, slot in enumerate(slot_mapping_T.tolist()):
         if slot >= 0:
             block, offset = divmod(slot, block_size)
-            k_cache_NKDP[block, :, :, offset] = k_TKD[token].to(k_cache_NKDP.dtype)
-            v_cache_NKPD[block, :, offset] = v_TKD[token].to(v_cache_NKPD.dtype)
+            k_cache_NKDP[block, :, :, offset] = _saturate(k_TKD[token], k_cache_NKDP.dtype)
+            v_cache_NKPD[block, :, offset] = _saturate(v_TKD[token], v_cache_NKPD.dtype)
 
 
 def rotate_and_store_kv(
@@ -98,7 +98,7 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
     sorted_RV, ids_RV = probs_RV.double().sort(dim=-1, descending=True, stable=True)
-    ranks_V = torch.arange(probs_RV.shape[1])
+    ranks_V = torch.arange(probs_RV.shape[1], device=probs_RV.device)
     sorted_RV = torch.where((top_k_R[:, None] == 0) | (ranks_V < top_k_R[:, None]), sorted_RV, 0)
     before_RV = sorted_RV.cumsum(-1) - sorted_RV
     kept_RV = (top_p_R[:, None] >= 1) | (before_RV < top_p_R[:, None] * sorted_RV.sum(-1, keepdim=True))
@@ -157,6 +157,14 @@ def linear(x_TE: Tensor, layer: DenseLinear, out_dtype: torch.dtype | None = Non
 
 def embedding(token_ids_T: Tensor, layer: DenseLinear, dtype: torch.dtype) -> Tensor:
     return layer.dequantize()[token_ids_T].to(dtype)
+
+
+def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in the cache's dtype; what is beyond the range of a float8 becomes its largest value."""
+    if dtype == torch.float8_e4m3fn:
+        largest = torch.finfo(dtype).max
+        x = x.clamp(-largest, largest)
+    return x.to(dtype)
 
 
 def _distances(num_queries: int, seq_len: int, device: torch.device) -> Tensor:

@@ -41,13 +41,14 @@ FLAG_GROUPS = {
         "block_size",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
+        "kv_cache_dtype",
         "enable_prefix_caching",
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_num_queued_reqs",
         "async_scheduling",
     ),
-    "machine": ("attention_backend", "num_threads", "peer_timeout_s"),
+    "machine": ("attention_backend", "enforce_eager", "num_threads", "peer_timeout_s"),
 }
 # The launcher chooses these itself: each server has sockets of its own.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers")

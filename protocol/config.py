@@ -102,10 +102,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ]
         | None
     ) = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8"],
+        Meta(
+            description="type of the KV cache: auto is that of the activations, fp8 (float8_e4m3fn) takes half the room"
+            " of bfloat16; not with the cpu kernels"
+        ),
+    ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts with the same start")] = (
         True
     )
     async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
+    enforce_eager: Annotated[
+        bool,
+        Meta(description="on a GPU, launch decode steps kernel by kernel and not as CUDA graphs; nothing on the CPU"),
+    ] = False
     seed: (
         Annotated[
             int,

@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "executor": {"protocol", "kernels"},
     "octavo": {"gateway", "protocol"},
+    "bench": {"protocol", "kernels", "executor"},
 }
 FORBIDDEN_LIBRARIES = {
     "protocol": {"torch", "numpy", "numba", "transformers", "starlette", "uvicorn", "tokenizers"},

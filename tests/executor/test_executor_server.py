@@ -5,7 +5,8 @@ from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProg
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.fake_backend import FakeBackend
-from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, init, share, step
+from tests.fakes.lazy_device import LazyDevice
+from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, share, step
 
 DESCRIPTION = ExecutorReady(0, EXECUTOR, 32, 4, 100, 64, "fingerprint")
 BLOCKS = [0, 1, 2, 3]
@@ -22,12 +23,12 @@ class Clock:
 class Link:
     """A server that a test turns by hand, and the scheduler's side of its real socket."""
 
-    def __init__(self, context, model=None):
+    def __init__(self, context, model=None, device=None):
         self.clock = Clock()
         self.scheduler = FakeBackend()
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
-        self.runner = make_runner(model)
+        self.runner = make_runner(model, device=device)
         self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.clock)
 
     def ready(self):
@@ -282,3 +283,105 @@ def test_the_step_that_runs_is_the_one_that_progress_names(link):
     link.welcome()
     link.exchange(*decode_steps(1, 3))
     assert seen == [(1, 1), (2, 1), (3, 1)]
+
+
+@pytest.fixture
+def lazy(context):
+    """A link to a server whose device ends a step when it is told to, or when the server waits for it."""
+    link = Link(context, device=LazyDevice())
+    link.ready()
+    link.welcome()
+    yield link
+    link.close()
+
+
+def turn(link, *messages):
+    """Send messages, each of which the server takes, and return what has been answered by then."""
+    for message in messages:
+        link.scheduler.send(message)
+        assert link.socket.poll(5000)
+        link.server.turn()
+    return link.answers()
+
+
+def test_the_next_step_is_launched_before_the_last_ones_tokens_reach_the_host(lazy):
+    device = lazy.runner.device
+    one, two, three = decode_steps(1, 3)
+    assert turn(lazy, one) == []
+    first = turn(lazy, two)
+    assert device.events == ["launched 0", "launched 1", "waited for 0"]
+    second = turn(lazy, three)
+    lazy.server.turn()
+    assert lazy.answers() == []  # neither a message nor a step that is done
+    device.num_done = 3
+    lazy.server.turn()
+    results = [*first, *second, *lazy.answers()]
+    assert ids(results) == [1, 2, 3]
+    on_cpu = RunnerDriver(make_runner())
+    assert [result.sequences for result in results] == [on_cpu.do(*each.sequences) for each in decode_steps(1, 3)]
+
+
+def test_a_step_in_flight_that_comes_again_is_done_once(lazy):
+    one, two = decode_steps(1, 2)
+    assert turn(lazy, one, one, one) == []
+    first = turn(lazy, two, one, two)
+    assert ids(first) == [1, 1]  # answered, and answered again
+    lazy.runner.device.num_done = 2
+    lazy.server.turn()
+    [second] = lazy.answers()
+    assert turn(lazy, two, one) == [second, first[0]]
+    assert lazy.runner.model.num_forwards == 2
+
+
+def test_a_step_that_cannot_be_launched_fails_after_the_one_in_flight_was_answered(lazy):
+    one, _ = decode_steps(1, 2)
+    turn(lazy, one)
+    lazy.scheduler.send(step(2, share(1, 2, [], [99])))
+    assert lazy.socket.poll(5000)
+    with pytest.raises(ValueError, match="not among the 32"):
+        lazy.server.turn()
+    assert ids([lazy.scheduler.receive(), lazy.scheduler.receive()]) == [1, 2]
+
+
+def test_a_step_that_fails_on_the_device_is_named_though_the_next_is_launched(lazy):
+    one, two = decode_steps(1, 2)
+    lazy.runner.device.fails_at = 0
+    turn(lazy, one)
+    lazy.scheduler.send(two)
+    assert lazy.socket.poll(5000)
+    with pytest.raises(ArithmeticError, match="the device failed"):
+        lazy.server.turn()
+    failed = StepFailed(SCHEDULER, EXECUTOR, 1, "ArithmeticError: the device failed")
+    assert lazy.scheduler.receive() == failed
+
+
+def test_need_init_comes_after_the_result_in_flight(lazy):
+    one, _ = decode_steps(1, 2)
+    turn(lazy, one)
+    first, need = turn(lazy, step(2, share(1, 2, [], BLOCKS), share(9, 4, [], [5, 6])))
+    assert (first.step_id, need) == (1, NeedInit(SCHEDULER, EXECUTOR, 2, [9]))
+
+
+def test_another_scheduler_gets_no_result_of_the_one_before(lazy):
+    turn(lazy, *decode_steps(1, 1))
+    lazy.restart_scheduler()
+    lazy.ready()
+    assert turn(lazy, Welcome("scheduler-2", EXECUTOR, 32, 1)) == []
+    lazy.runner.device.num_done = 9
+    assert ids(turn(lazy, *decode_steps(1, 1, scheduler="scheduler-2"))) == [1]
+
+
+def test_the_time_of_a_step_launched_ahead_begins_with_the_end_of_the_last(lazy):
+    one, two = decode_steps(1, 2)
+    lazy.scheduler.send(one)
+    assert lazy.socket.poll(5000)
+    lazy.server.turn()
+    lazy.clock.now_s += 0.25
+    lazy.scheduler.send(two)
+    assert lazy.socket.poll(5000)
+    lazy.server.turn()
+    lazy.clock.now_s += 0.125
+    lazy.runner.device.num_done = 2
+    lazy.server.turn()
+    first, second = lazy.answers()
+    assert (first.busy_s, second.busy_s, second.waited_s) == (0.25, 0.125, 0.0)

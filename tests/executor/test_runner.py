@@ -263,3 +263,16 @@ def test_the_runner_leaves_no_gradients():
     runner.model = Watched()
     runner.run(step(1, share(1, 0, [1], [0], init=init([1]))))
     assert seen == [True]
+
+
+def test_logits_that_are_not_finite_are_logged_once_the_host_sees_them(caplog):
+    class Broken(CacheModel):
+        def compute_logits(self, hidden_SE):
+            return torch.full((len(hidden_SE), self.vocab_size), torch.nan)
+
+    runner = make_runner(Broken())
+    launched = runner.launch(step(1, share(1, 0, [1, 2], [0], init=init([1, 2], num_prompt_logprobs=1))))
+    assert caplog.text == ""
+    [result] = launched.wait().sequences
+    assert 0 <= result.token_ids[0] < 64
+    assert caplog.text.count("logits of 1 sequences are not finite") == 2  # of the prompt's token and of the next

@@ -1,4 +1,4 @@
-import logging
+import itertools
 import math
 
 import numpy as np
@@ -6,12 +6,16 @@ import pytest
 import torch
 
 from executor import sampler
+from executor.columns import make_columns, to_device
+from executor.device import CpuDevice
 from executor.sequences import SequenceState
 from kernels import cpu
 from kernels.philox import philox, uniform
 from protocol.messages import Logprobs, SequenceInit, pack_ids
 from protocol.sampling import SamplingParams
+from tests.fakes.lazy_device import NoLooks
 
+HOST = CpuDevice()
 MASK = (1 << 64) - 1
 
 
@@ -24,8 +28,29 @@ def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
     return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def sample(logits_SV, sequences, *, is_lazy=False):
+    """Return the tokens and log probabilities of the sequences' rows, as a step's results have them."""
+    columns = make_columns(sequences, logits_SV.shape[1])
+    sampled = sampler.sample(logits_SV, to_device(columns, HOST.upload), cpu, is_lazy=is_lazy)
+    logprobs = [None] * len(sequences)
+    if sampled.logprobs is not None:
+        wanting = columns.logprobs_R.tolist()
+        alternatives = [sequences[row].sampling.num_logprobs for row in wanting]
+        values = sampler.TokenLogprobs(*(tensor.numpy() for tensor in sampled.logprobs))
+        for row, entry in zip(wanting, sampler.pack_logprobs(values, alternatives), strict=True):
+            logprobs[row] = entry
+    return sampled.token_ids_S.tolist(), logprobs
+
+
 def sample_one(logits_V, seq):
-    return sampler.sample(logits_V[None].clone(), [seq], cpu)[0][0]
+    return sample(logits_V[None].clone(), [seq])[0][0]
+
+
+def edit(logits_V, seq):
+    """Return the logits with the sequence's bias, mask and penalties applied."""
+    edited_SV = logits_V[None].clone()
+    sampler._edit(edited_SV, to_device(make_columns([seq], len(logits_V)), HOST.upload))
+    return edited_SV[0]
 
 
 def frequencies(logits_V, num_draws=1000, **sampling):
@@ -36,8 +61,9 @@ def frequencies(logits_V, num_draws=1000, **sampling):
 
 def draw(logits_V, uniforms, **sampling):
     """Return the token that each of the uniform numbers draws."""
-    samplings = [sequence(**sampling).sampling] * len(uniforms)
-    return sampler._draw(logits_V.repeat(len(uniforms), 1), samplings, uniforms, cpu).tolist()
+    columns = to_device(make_columns([sequence(**sampling)] * len(uniforms), len(logits_V)), HOST.upload)
+    uniform_R = torch.tensor(uniforms, dtype=torch.float64)
+    return sampler._draw(logits_V.repeat(len(uniforms), 1), columns.draws, uniform_R, cpu).tolist()
 
 
 def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -159,6 +185,7 @@ def test_preemption_does_not_change_what_is_drawn():
         rebuilt = sequence(output=grown.token_ids[3:], **sampling)
         token = sample_one(logits_V, grown)
         assert sample_one(logits_V, rebuilt) == token
+        grown.sampled(0)
         grown.append(token)
 
 
@@ -176,16 +203,14 @@ def test_penalties_follow_their_formulas():
         expected[token] = expected[token] / 1.5 if expected[token] > 0 else expected[token] * 1.5
     expected[4] -= 0.5 * 1 + 0.25
     expected[9] -= 0.5 * 3 + 0.25
-    edited = logits_V.clone()
-    sampler._edit(edited, seq)
+    edited = edit(logits_V, seq)
     torch.testing.assert_close(edited, expected)
     assert not torch.equal(edited[[3, 4, 9]], logits_V[[3, 4, 9]])
 
 
 def test_presence_and_frequency_leave_the_prompt_alone():
-    logits_V = torch.zeros(10)
-    sampler._edit(logits_V, sequence(prompt=[1, 2], output=[2], presence_penalty=1.0, frequency_penalty=0.5))
-    assert logits_V.tolist() == [0, 0, -1.5, 0, 0, 0, 0, 0, 0, 0]
+    seq = sequence(prompt=[1, 2], output=[2], presence_penalty=1.0, frequency_penalty=0.5)
+    assert edit(torch.zeros(10), seq).tolist() == [0, 0, -1.5, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_min_tokens_masks_both_lists_until_it_is_reached():
@@ -225,13 +250,16 @@ def test_a_row_is_bitwise_the_same_whatever_is_in_the_batch(vocab_size):
     """torch splits some operations by the shape of the whole batch; none of them may be used."""
     logits_SV = random_logits(10, vocab_size, seed=vocab_size)
     seqs = [sequence(output=[7, 7, 8], seed=row, **sampling) for row, sampling in enumerate(MIXED)]
-    alone = [sampler.sample(logits_SV[row : row + 1].clone(), [seq], cpu) for row, seq in enumerate(seqs)]
+    alone = [sample(logits_SV[row : row + 1].clone(), [seq]) for row, seq in enumerate(seqs)]
     shuffled = torch.randperm(10, generator=torch.Generator().manual_seed(1)).tolist()
     batches = [range(10), shuffled, [0, 2], [2] * 7, [1, 5, 5], [9, 7, 8], [*range(10), *shuffled, *range(10)]]
     for batch in batches:
-        token_ids, logprobs = sampler.sample(logits_SV[list(batch)], [seqs[row] for row in batch], cpu)
+        token_ids, logprobs = sample(logits_SV[list(batch)], [seqs[row] for row in batch])
         for position, row in enumerate(batch):
             assert (token_ids[position], logprobs[position]) == (alone[row][0][0], alone[row][1][0]), (row, batch)
+    with NoLooks():
+        lazy = sample(logits_SV.clone(), seqs, is_lazy=True)
+    assert lazy == sample(logits_SV.clone(), seqs)
 
 
 def test_the_operations_under_the_sampler_treat_rows_apart():
@@ -258,7 +286,7 @@ def test_logprobs_are_of_the_raw_distribution():
     expected = torch.log_softmax(logits_V.double(), -1).numpy()
     sampling = {"temperature": 0.3, "repetition_penalty": 1.5, "logit_bias": ((3, 5.0),), "top_k": 3}
     seq = sequence(num_logprobs=4, **sampling)
-    [token], [logprobs] = sampler.sample(logits_V[None].clone(), [seq], cpu)
+    [token], [logprobs] = sample(logits_V[None].clone(), [seq])
     order = np.argsort(-expected, kind="stable")
     assert logprobs.num_alternatives == 4
     assert ints(logprobs.top_token_ids).tolist() == order[:4].tolist()
@@ -270,23 +298,23 @@ def test_logprobs_are_of_the_raw_distribution():
 def test_zero_alternatives_are_the_token_alone_and_none_is_nothing():
     logits_SV = random_logits(2, 100)
     seqs = [sequence(num_logprobs=0, temperature=0.0), sequence(temperature=0.0)]
-    token_ids, logprobs = sampler.sample(logits_SV.clone(), seqs, cpu)
+    token_ids, logprobs = sample(logits_SV.clone(), seqs)
     expected = logits_SV[0].log_softmax(-1)[token_ids[0]].numpy().tobytes()
     assert logprobs == [Logprobs(0, expected, pack_ids([1])), None]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("sampling", MIXED, ids=str)
-def test_logits_that_are_not_finite_neither_raise_nor_touch_a_neighbour(value, sampling, caplog):
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_logits_that_are_not_finite_neither_raise_nor_touch_a_neighbour(value, sampling, is_lazy):
     logits_SV = random_logits(2, 512)
     logits_SV[0] = value
     clean, broken = sequence(seed=3), sequence(**sampling)
     expected = sample_one(logits_SV[1], clean)
-    with caplog.at_level(logging.WARNING):
-        token_ids, _ = sampler.sample(logits_SV, [broken, clean], cpu)
+    assert sampler.clamp_non_finite(logits_SV.clone(), is_lazy=is_lazy).tolist() == [True, False]
+    token_ids, _ = sample(logits_SV, [broken, clean], is_lazy=is_lazy)
     assert 0 <= token_ids[0] < 512
     assert token_ids[1] == expected
-    assert "not finite" in caplog.text
 
 
 def test_a_single_nan_is_never_drawn():
@@ -314,7 +342,13 @@ def test_masked_tokens_are_never_drawn():
 def test_top_k_of_wide_rows_is_that_of_a_whole_sort(vocab_size):
     for scores_RV in (random_logits(3, vocab_size), (random_logits(3, vocab_size) * 4).round() / 4):
         expected = scores_RV.sort(dim=-1, descending=True, stable=True)
-        for k in (1, 20, 64, 300):
-            values, ids = sampler.top_k(scores_RV, k)
+        for k, is_lazy in itertools.product((1, 20, 64, 300), (False, True)):
+            values, ids = sampler.top_k(scores_RV, k, is_lazy=is_lazy)
             assert torch.equal(values, expected.values[:, :k])
             assert torch.equal(ids, expected.indices[:, :k])
+
+
+def test_top_k_by_keys_orders_signed_zeros_infinities_and_more_than_there_are():
+    scores_RV = torch.tensor([[0.0, -0.0, -math.inf, 5.0, -1e-40, 0.0, -2.0, 1e-40]])
+    _, ids = sampler.top_k(scores_RV, 100, is_lazy=True)
+    assert ids.tolist() == [[3, 7, 0, 1, 5, 4, 6, 2]]

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from executor.device import Device
 from executor.inputs import StepInputs
 from executor.memory import allocate_kv_caches
 from executor.runner import ModelRunner
@@ -26,7 +27,8 @@ class CacheModel:
         k_cache_NKDP, _ = kv_caches[0]
         block_size = k_cache_NKDP.shape[3]
         for token_id, slot in zip(inputs.token_ids_T.tolist(), inputs.slot_mapping_T.tolist(), strict=True):
-            k_cache_NKDP[slot // block_size, 0, 0, slot % block_size] = token_id + 1
+            if slot >= 0:
+                k_cache_NKDP[slot // block_size, 0, 0, slot % block_size] = token_id + 1
         hidden = []
         starts = inputs.cu_seqlens_q.tolist()
         for row, table in enumerate(inputs.block_tables_SM.tolist()):
@@ -49,7 +51,11 @@ def digest(tokens: list[float]) -> int:
     return value
 
 
-def make_runner(model: CacheModel | None = None, *, block_size: int = 4, num_blocks: int = 32) -> ModelRunner:
+def make_runner(
+    model: CacheModel | None = None, *, block_size: int = 4, num_blocks: int = 32, device: Device | None = None
+) -> ModelRunner:
     """Return a runner of a CacheModel."""
     kv_caches = allocate_kv_caches([(1, 1, 1)], num_blocks, block_size, torch.float32, torch.device("cpu"))
-    return ModelRunner(model or CacheModel(), kv_caches, cpu, block_size=block_size, num_blocks=num_blocks)
+    return ModelRunner(
+        model or CacheModel(), kv_caches, cpu, block_size=block_size, num_blocks=num_blocks, device=device
+    )

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from executor.launched import Launched
 from executor.runner import ModelRunner
-from protocol.messages import BlockCopy, SequenceInit, SequenceResult, SequenceStep, Step, StepResult, pack_ids
+from protocol.messages import BlockCopy, SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
 from protocol.sampling import SamplingParams
 
 SCHEDULER, EXECUTOR = "scheduler-1", "executor-1"
@@ -53,10 +54,14 @@ class RunnerDriver:
 
     def do(self, *shares: SequenceStep, forget: Sequence[int] = ()) -> list[SequenceResult]:
         """Run one step of shares and return their results."""
+        return self.launch(*shares, forget=forget).wait().sequences
+
+    def launch(self, *shares: SequenceStep, forget: Sequence[int] = ()) -> Launched:
+        """Launch one step of shares, whether or not the last one was waited for."""
         self._num_steps += 1
-        result = self.runner.run(step(self._num_steps, *shares, forget=forget))
-        assert isinstance(result, StepResult), result
-        return result.sequences
+        launched = self.runner.launch(step(self._num_steps, *shares, forget=forget))
+        assert isinstance(launched, Launched), launched
+        return launched
 
     def share(
         self, seq_id: int, token_ids: Sequence[int], *, sample: bool = True, init: SequenceInit | None = None

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 
 import torch
 
+from executor.device import Device
+from executor.launched import Launched
 from executor.memory import allocate_kv_caches
 from executor.models import Decoder
 from executor.runner import ModelRunner
 from kernels import cpu
-from protocol.messages import Logprobs, NeedInit, Step, StepResult
+from protocol.messages import Logprobs, Step
 from protocol.sampling import SamplingParams
 from scheduler import scheduler
 from scheduler.interface import PlannedStep
@@ -30,7 +32,7 @@ class Generated:
 
 
 class SchedulerWithRunner:
-    """One model behind one scheduler. `steps_ahead` 1 plans each step while the one before is still to be done."""
+    """One model behind one scheduler. `steps_ahead` 1 plans and launches each step before the last one's results."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class SchedulerWithRunner:
         max_num_batched_tokens: int = 512,
         enable_prefix_caching: bool = True,
         steps_ahead: int = 1,
+        device: Device | None = None,
     ) -> None:
         limits = Limits(
             num_blocks=num_blocks,
@@ -56,7 +59,7 @@ class SchedulerWithRunner:
         )
         kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
         self.scheduler = Scheduler(limits)
-        self.runner = ModelRunner(decoder, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks)
+        self.runner = ModelRunner(decoder, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks, device=device)
         self.steps_ahead = steps_ahead
         self.planned: list[PlannedStep] = []  # every step so far
         self.max_used_blocks = 0
@@ -71,21 +74,21 @@ class SchedulerWithRunner:
         order = deque(sorted(range(len(requests)), key=lambda i: (arrivals or {}).get(i, 0)))
         first_id, first_step = self._num_requests, len(self.planned)
         self._num_requests += len(requests)
-        to_do: deque[PlannedStep] = deque()
+        to_do: deque[Launched] = deque()
         while order or self.scheduler.has_work:
             while order and (late[0] <= len(self.planned) - first_step or not self.scheduler.has_work):
                 late.popleft()
                 self._add(first_id + order[0], *requests[order.popleft()])
             while len(to_do) <= self.steps_ahead and (step := self.scheduler.schedule()):
-                to_do.append(step)
+                to_do.append(self._launch(step))
                 self.planned.append(step)
             self.max_used_blocks = max(self.max_used_blocks, self.scheduler.num_used_blocks)
             if to_do:
-                self._do(to_do.popleft())
+                self.scheduler.apply(to_do.popleft().wait())
             self.scheduler.check_integrity()
             self._collect(results)
         while to_do:  # planned ahead for sequences that have ended since
-            self._do(to_do.popleft())
+            self.scheduler.apply(to_do.popleft().wait())
         self._collect(results)
         self.scheduler.check_integrity()
         return list(results.values())
@@ -95,13 +98,11 @@ class SchedulerWithRunner:
         assert self.scheduler.refusal(sequence) is None
         self.scheduler.add(sequence)
 
-    def _do(self, planned: PlannedStep) -> None:
-        result = self.runner.run(Step("scheduler", "executor", planned.step_id, planned.sequences, planned.forget))
-        match result:
-            case StepResult():
-                self.scheduler.apply(result)
-            case NeedInit():
-                raise AssertionError(f"the runner lacks the state of {result.seq_ids}")
+    def _launch(self, planned: PlannedStep) -> Launched:
+        step = Step("scheduler", "executor", planned.step_id, planned.sequences, planned.forget)
+        launched = self.runner.launch(step)
+        assert isinstance(launched, Launched), launched
+        return launched
 
     def _collect(self, results: dict[int, Generated]) -> None:
         for update in self.scheduler.take_updates():

@@ -1,0 +1,178 @@
+"""What the sampler must know of a step's rows, as columns: arrays on the host, then tensors on the device.
+
+An entry of Bias, Mask and Penalties is one logit, named by its row and token id.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from executor.sequences import SequenceState
+from protocol.sampling import SamplingParams
+
+# S rows, R some of them, N logits, K likeliest tokens
+
+GREEDY_BELOW = 1e-5  # temperature; vLLM's border
+MASKED_LOGIT = -1e30  # finite after division by the least temperature
+SEED_BITS = (1 << 64) - 1
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+
+class Draws(NamedTuple, Generic[Array]):
+    """The rows whose token is drawn, ascending."""
+
+    row_R: Array  # int64
+    seed_R: Array  # int64, all its bits
+    position_R: Array  # int64, of the token in the output
+    temperature_R: Array  # float64
+    top_k_R: Array  # int64
+    top_p_R: Array  # float64
+    min_p_R: Array  # float64
+
+
+class Bias(NamedTuple, Generic[Array]):
+    """What logit_bias adds."""
+
+    row_N: Array  # int64
+    token_id_N: Array  # int64
+    added_N: Array  # float32
+
+
+class Mask(NamedTuple, Generic[Array]):
+    """What min_tokens forbids."""
+
+    row_N: Array  # int64
+    token_id_N: Array  # int64
+
+
+class Penalties(NamedTuple, Generic[Array]):
+    """Tokens that a row's penalties apply to, each with the row's penalties."""
+
+    row_N: Array  # int64
+    token_id_N: Array  # int64
+    count_N: Array  # float32, in the output
+    repetition_N: Array  # float32
+    frequency_N: Array  # float32
+    presence_N: Array  # float32
+
+
+class Columns(NamedTuple, Generic[Array]):
+    """All of them. `num_alternatives` is the most that any row wants beside its token's log probability."""
+
+    greedy_R: Array  # int64, ascending
+    draws: Draws[Array]
+    bias: Bias[Array]
+    mask: Mask[Array]
+    penalties: Penalties[Array]
+    logprobs_R: Array  # int64, ascending: the rows that want log probabilities
+    num_alternatives: int
+
+
+# Most steps have no entries of most kinds.
+NO_INT64, NO_FLOAT32, NO_FLOAT64 = (np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.float64))
+NO_DRAWS = Draws(NO_INT64, NO_INT64, NO_INT64, NO_FLOAT64, NO_INT64, NO_FLOAT64, NO_FLOAT64)
+NO_PENALTIES = Penalties(NO_INT64, NO_INT64, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32)
+
+
+def to_device(columns: Columns[np.ndarray], upload: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Columns[Tensor]:
+    """Return the columns on a device, to which all their arrays go together."""
+    rows = (columns.greedy_R, columns.logprobs_R)
+    groups: list[tuple[np.ndarray, ...]] = [rows, columns.draws, columns.bias, columns.mask, columns.penalties]
+    tensors = iter(upload([array for group in groups for array in group]))
+    (greedy_R, logprobs_R), draws, bias, mask, penalties = ([next(tensors) for _ in group] for group in groups)
+    return Columns(
+        greedy_R=greedy_R,
+        draws=Draws(*draws),
+        bias=Bias(*bias),
+        mask=Mask(*mask),
+        penalties=Penalties(*penalties),
+        logprobs_R=logprobs_R,
+        num_alternatives=columns.num_alternatives,
+    )
+
+
+def make_columns(sequences: Sequence[SequenceState], vocab_size: int) -> Columns[np.ndarray]:
+    """Return the columns of rows that sample the next token of these sequences."""
+    rows = range(len(sequences))
+    wanting = [row for row in rows if sequences[row].sampling.num_logprobs is not None]
+    return Columns(
+        greedy_R=_int64(row for row in rows if is_greedy(sequences[row].sampling)),
+        draws=_draws(sequences),
+        bias=_bias(sequences),
+        mask=_mask(sequences, vocab_size),
+        penalties=_penalties(sequences),
+        logprobs_R=_int64(wanting),
+        num_alternatives=max((sequences[row].sampling.num_logprobs or 0 for row in wanting), default=0),
+    )
+
+
+def is_greedy(sampling: SamplingParams) -> bool:
+    return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
+
+
+def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray]:
+    rows = [row for row, seq in enumerate(sequences) if not is_greedy(seq.sampling)]
+    if not rows:
+        return NO_DRAWS
+    drawn = [sequences[row].sampling for row in rows]
+    return Draws(
+        row_R=_int64(rows),
+        seed_R=np.array([sampling.seed & SEED_BITS for sampling in drawn], np.uint64).view(np.int64),
+        position_R=_int64(sequences[row].num_output_tokens for row in rows),
+        temperature_R=_float64(sampling.temperature for sampling in drawn),
+        top_k_R=_int64(sampling.top_k for sampling in drawn),
+        top_p_R=_float64(sampling.top_p for sampling in drawn),
+        min_p_R=_float64(sampling.min_p for sampling in drawn),
+    )
+
+
+def _bias(sequences: Sequence[SequenceState]) -> Bias[np.ndarray]:
+    # Of a token that is named twice the last bias holds: entries are written in no order.
+    biased = ((row, dict(seq.sampling.logit_bias)) for row, seq in enumerate(sequences) if seq.sampling.logit_bias)
+    entries = [(row, *item) for row, bias in biased for item in bias.items()]
+    if not entries:
+        return Bias(NO_INT64, NO_INT64, NO_FLOAT32)
+    rows, ids, added = zip(*entries, strict=True)
+    return Bias(_int64(rows), _int64(ids), np.array(added, np.float32))
+
+
+def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarray]:
+    rows, ids = [], []
+    for row, seq in enumerate(sequences):
+        sampling = seq.sampling
+        if seq.num_output_tokens < sampling.min_tokens:
+            # A model's end-of-text id may lie beyond its vocabulary; it cannot be sampled then.
+            stops = {i for i in (*sampling.eos_token_ids, *sampling.stop_token_ids) if i < vocab_size}
+            rows += [row] * len(stops)
+            ids += sorted(stops)
+    return Mask(_int64(rows), _int64(ids))
+
+
+def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray]:
+    penalized = [(row, seq, seq.counts.arrays()) for row, seq in enumerate(sequences) if seq.counts is not None]
+    if not penalized:
+        return NO_PENALTIES
+    sizes = [len(ids) for _, _, (ids, _) in penalized]
+
+    def spread(values: Iterable[float], dtype: type) -> np.ndarray:
+        return np.repeat(np.array(list(values), dtype), sizes)
+
+    return Penalties(
+        row_N=spread((row for row, _, _ in penalized), np.int64),
+        token_id_N=np.concatenate([ids for _, _, (ids, _) in penalized]),
+        count_N=np.concatenate([counts for _, _, (_, counts) in penalized]),
+        repetition_N=spread((seq.sampling.repetition_penalty for _, seq, _ in penalized), np.float32),
+        frequency_N=spread((seq.sampling.frequency_penalty for _, seq, _ in penalized), np.float32),
+        presence_N=spread((seq.sampling.presence_penalty for _, seq, _ in penalized), np.float32),
+    )
+
+
+def _int64(values: Iterable[int]) -> np.ndarray:
+    return np.array(list(values), np.int64)
+
+
+def _float64(values: Iterable[float]) -> np.ndarray:
+    return np.array(list(values), np.float64)

@@ -1,0 +1,114 @@
+"""Decode steps as CUDA graphs: what the host would launch kernel by kernel is recorded once and launched as one.
+
+A graph has fixed shapes and fixed addresses. So one is recorded for each of a few batch sizes and widths of the block
+table, over static inputs; a step is padded to the next of them, and what comes out for the padding is dropped.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.device import Captured, Device, place
+from executor.inputs import StepInputs
+from executor.packing import StepArrays, pad
+
+# T tokens of this step, S sequences, M blocks of a block table, E hidden size
+
+MAX_GRAPH_SEQS = 512  # beyond, the device has enough to do that the host keeps ahead of it
+FIRST_TABLE_TOKENS = 2048  # of the narrowest block table
+TABLE_GROWTH = 4
+
+Run = Callable[[StepInputs], Tensor]
+Key = tuple[int, int]  # sequences, blocks of a block table
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """Return the sizes to record: powers of two up to 16, then steps of 16, from 128 on of 64, and the largest."""
+    largest = min(max_num_seqs, MAX_GRAPH_SEQS)
+    sizes = [1, 2, 4, 8, *range(16, 128, 16), *range(128, MAX_GRAPH_SEQS + 1, 64)]
+    return [*(size for size in sizes if size < largest), largest]
+
+
+def table_widths(max_model_len: int, block_size: int) -> list[int]:
+    """Return the widths of block tables to record: attention's work is cut up for the longest sequence that fits."""
+    largest = -(-max_model_len // block_size)
+    widths, width = [], -(-FIRST_TABLE_TOKENS // block_size)
+    while width < largest:
+        widths.append(width)
+        width *= TABLE_GROWTH
+    return [*widths, largest]
+
+
+def at_least(choices: Sequence[int], needed: int) -> int | None:
+    """Return the least of the ascending choices that is not below `needed`."""
+    index = bisect_left(choices, needed)
+    return choices[index] if index < len(choices) else None
+
+
+class DecodeGraphs:
+    """The recorded steps of one model: `run` is its forward pass, over its KV caches."""
+
+    def __init__(self, run: Run, device: Device, sizes: Sequence[int], widths: Sequence[int]) -> None:
+        """`sizes` and `widths` are ascending; nothing is recorded yet."""
+        self._run = run
+        self._device = device
+        self._sizes = sizes
+        self._widths = widths
+        self._graphs: dict[Key, tuple[StepInputs, Captured]] = {}
+        _, num_bytes = place(_padding(sizes[-1], widths[-1]))
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+        self._hidden_SE = torch.empty(0)  # of the largest size
+
+    def __len__(self) -> int:
+        return len(self._sizes) * len(self._widths)
+
+    def capture(self) -> Iterator[Key]:
+        """Record every graph, yielding each one's size and width; the largest first, whose memory the others share."""
+        for size in reversed(self._sizes):
+            for width in reversed(self._widths):
+                self._capture(size, width)
+                yield size, width
+
+    def find(self, num_seqs: int, table_blocks: int) -> Key | None:
+        """Return the recorded size and width that a decode step fits into, if there is one."""
+        size, width = at_least(self._sizes, num_seqs), at_least(self._widths, table_blocks)
+        return None if size is None or width is None or (size, width) not in self._graphs else (size, width)
+
+    def load(self, key: Key, arrays: StepArrays) -> StepInputs:
+        """Return the graph's own inputs, with a decode step in them.
+
+        The copy is queued behind the last step, which therefore still reads its own.
+        """
+        self._device.upload(pad(arrays, *key), self._memory)
+        return self._graphs[key][0]
+
+    def replay(self, key: Key, num_seqs: int) -> Tensor:
+        """Return hidden_SE of what was loaded.
+
+        It lies in memory that the next replay overwrites. That is queued behind all that was launched before it: what
+        reads these rows on the device is launched before the next step is.
+        """
+        self._graphs[key][1].replay()
+        return self._hidden_SE[:num_seqs]
+
+    @torch.inference_mode()
+    def _capture(self, size: int, width: int) -> None:
+        inputs = StepInputs(*self._device.upload(_padding(size, width), self._memory))
+        hidden_SE = self._run(inputs)  # compiles what is to be compiled; a graph cannot record that
+        if not self._graphs:
+            self._hidden_SE = torch.empty_like(hidden_SE)
+
+        def step() -> None:
+            self._hidden_SE[:size].copy_(self._run(inputs))
+
+        self._graphs[size, width] = inputs, self._device.capture(step)
+
+
+def _padding(size: int, width: int) -> StepArrays:
+    """Return a step of nothing but padding."""
+    nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
+    no_tables = np.zeros((0, width), np.int32)
+    return pad(StepArrays(nothing[0], nothing[0], nothing[0], nothing[1], nothing[1], no_tables), size, width)

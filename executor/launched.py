@@ -1,0 +1,116 @@
+"""A step that the device was given: its results, once they are on the host."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from executor.device import Device
+from executor.packing import Share
+from executor.sampler import Sampled, TokenLogprobs, pack_logprobs
+from protocol.messages import Logprobs, SequenceResult, Step, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class PromptSlice(NamedTuple):
+    """Log probabilities of some of a prompt's tokens, on the device."""
+
+    logprobs: TokenLogprobs[Tensor]
+    is_bad_R: Tensor  # bool: the logits were not finite
+
+
+class StepOutputs(NamedTuple):
+    """What a step's shares give, on the device."""
+
+    sampled: Sampled | None  # of the shares that sample
+    prompt_slices: list[list[PromptSlice]]  # of each share
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of it in one order: that in which `Launched` reads."""
+        sampled = [*self.sampled[:2], *(self.sampled.logprobs or ())] if self.sampled else []
+        return sampled + [
+            tensor for part in self.prompt_slices for logprobs, bad in part for tensor in (bad, *logprobs)
+        ]
+
+
+class Launched:
+    """One step in flight. Its sequences' states learn their new tokens when it is waited for."""
+
+    def __init__(
+        self, step: Step, shares: Sequence[Share], outputs: StepOutputs, device: Device, previous: "Launched | None"
+    ) -> None:
+        """`previous` is the step before, if nobody has waited for it yet: states learn their tokens in order."""
+        self.token_ids_S = outputs.sampled.token_ids_S if outputs.sampled else None  # on the device
+        self.previous = previous
+        self._step = step
+        self._shares = shares
+        self._outputs = outputs
+        self._download = device.download(outputs.tensors())
+        self._result: StepResult | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether it has been waited for."""
+        return self._result is not None
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would not wait."""
+        return self.is_settled or self._download.is_done()
+
+    def wait(self) -> StepResult:
+        """Return the results, again if it is asked again. Raises what the device raised."""
+        if self._result is None:
+            if self.previous is not None:
+                self.previous.wait()
+                self.previous = None
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        arrays = iter(self._download.wait())
+        sampled = self._read_sampled(arrays)
+        results = []
+        for share, slices in zip(self._shares, self._outputs.prompt_slices, strict=True):
+            token_ids, logprobs = next(sampled) if share.sample else ([], None)
+            for token_id in token_ids:
+                share.state.append(token_id)
+            results.append(SequenceResult(token_ids, logprobs, _read_prompt(arrays, share, len(slices))))
+        step = self._step
+        return StepResult(
+            step.scheduler_incarnation,
+            step.executor_incarnation,
+            step.step_id,
+            results,
+            completed_copies=list(range(len(step.copies))),
+        )
+
+    def _read_sampled(self, arrays: Iterator[np.ndarray]) -> Iterator[tuple[list[int], Logprobs | None]]:
+        """Return the token of each share that samples, and its log probabilities where they are wanted."""
+        if self._outputs.sampled is None:
+            return iter(())
+        token_ids = [[token_id] for token_id in next(arrays).tolist()]
+        _warn_of_bad(next(arrays))
+        wanted = [share.state.sampling.num_logprobs for share in self._shares if share.sample]
+        entries: Iterator[Logprobs] = iter(())
+        if self._outputs.sampled.logprobs is not None:
+            values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
+            entries = iter(pack_logprobs(values, [k for k in wanted if k is not None]))
+        return zip(token_ids, [None if k is None else next(entries) for k in wanted], strict=True)
+
+
+def _read_prompt(arrays: Iterator[np.ndarray], share: Share, num_slices: int) -> Logprobs | None:
+    num_alternatives = share.state.sampling.num_prompt_logprobs or 0
+    found: list[Logprobs] = []
+    for _ in range(num_slices):
+        _warn_of_bad(next(arrays))
+        values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
+        found += pack_logprobs(values, [num_alternatives] * len(values.rank_R))
+    return sum(found, Logprobs(num_alternatives)) if found else None
+
+
+def _warn_of_bad(is_bad_S: np.ndarray) -> None:
+    if is_bad_S.any():
+        logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", int(is_bad_S.sum()))
