@@ -171,7 +171,7 @@ def _decode(out_THD: Tensor, head_tiles: int, max_seq_len: int, inputs: dict[str
 
 def padded_size(head_size: int) -> int:
     """Return the power of two that a head's components are padded to."""
-    return max(16, triton.next_power_of_2(head_size))
+    return max(16, int(triton.next_power_of_2(head_size)))
 
 
 def choose_tiling(
@@ -202,7 +202,8 @@ def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_proces
     As many as the device needs to be busy, but none with less than SPLIT_TILES tiles of the longest context.
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
-    return max(1, min(wanted, max_seq_len // (SPLIT_TILES.value * tile), MAX_SPLITS))
+    least_tokens: int = SPLIT_TILES.value * tile
+    return max(1, min(wanted, max_seq_len // least_tokens, MAX_SPLITS))
 
 
 def configurations(is_complete: bool = False) -> list[Configuration]:
@@ -278,7 +279,7 @@ def _signature(kernel, constexprs: dict[str, object], dtype: str, cache_dtype: s
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Return how many multiprocessors (compute units) the device has; the interpreter's stands for a small one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def _check(
