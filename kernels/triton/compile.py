@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels.triton import activations, attention, kv, norms, products, sampling
+from kernels.triton import activations, attention, drawing, groupwise, kv, norms, sampling
 from kernels.triton.configuration import Configuration
 
-MODULES = (kv, attention, norms, activations, products, sampling)
+MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
