@@ -25,7 +25,7 @@ components of keys and values, padded to powers of two, L splits.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -37,7 +37,7 @@ from kernels.triton.configuration import Configuration
 from kernels.triton.dots import dot
 
 MAX_HEAD_SIZE = 256
-LEAST_ROWS = 16  # the fewest that a tensor core's product takes
+LEAST_ROWS = 16  # the fewest that a product on tensor cores takes
 SPLIT_TILES = tl.constexpr(4)  # a split has at least as many tiles of keys
 MAX_SPLITS = 256
 PROGRAMS_PER_PROCESSOR = 4  # that a split aims for
@@ -88,21 +88,21 @@ def paged_attention(
     alibi_slopes_H: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.backend.Backend.paged_attention`; head sizes up to 256. A sequence of length 0 gives zeros."""
-    num_tokens, num_heads, head_size = q_THD.shape
-    _, num_kv_heads, block_size, value_size = v_cache_NKPD.shape
-    num_seqs, max_blocks = block_tables_SM.shape
     _check(q_THD, k_cache_NKDP, v_cache_NKPD, block_tables_SM, cu_seqlens_q, seq_lens_S, sliding_window, soft_cap)
     check_per_head("sinks_H", sinks_H, q_THD)
     check_per_head("alibi_slopes_H", alibi_slopes_H, q_THD)
+    num_tokens, num_heads, head_size = q_THD.shape
+    _, num_kv_heads, block_size, value_size = v_cache_NKPD.shape
+    num_seqs, max_blocks = block_tables_SM.shape
     q_THD = q_THD if q_THD.stride()[1:] == (head_size, 1) else q_THD.contiguous()
     out_THD = q_THD.new_empty(num_tokens, num_heads, value_size)
     if num_tokens == 0:
         return out_THD
-    no_floats = q_THD.new_empty(0, dtype=torch.float32)
     is_decode = num_tokens == num_seqs
-    block_d, block_v = padded_size(head_size), padded_size(value_size)
     changes_scores = soft_cap is not None or alibi_slopes_H is not None
+    block_d, block_v = padded_size(head_size), padded_size(value_size)
     tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype, changes_scores)
+    no_floats = q_THD.new_empty(0, dtype=torch.float32)
     inputs = {
         "q": q_THD,
         "k_cache": k_cache_NKDP,
@@ -133,42 +133,45 @@ def paged_attention(
     }
     group_size = num_heads // num_kv_heads
     heads_of_tile = min(group_size, tiling.rows)
-    head_tiles = num_kv_heads * -(-group_size // heads_of_tile)
-    if not is_decode:
+    head_tiles = num_kv_heads * triton.cdiv(group_size, heads_of_tile)
+    if is_decode:
+        _decode(out_THD, head_tiles, max_blocks * block_size, inputs)
+    else:
         grid = (num_tokens // (tiling.rows // heads_of_tile) + num_seqs, head_tiles)
         _prefill_kernel[grid](out_THD, cu_seqlens_q=cu_seqlens_q.contiguous(), num_seqs=num_seqs, **inputs)
-        return out_THD
-    num_splits = choose_num_splits(
-        num_seqs * head_tiles, max_blocks * block_size, tiling.keys, num_processors(q_THD.device)
-    )
-    shape_THL = (num_tokens, num_heads, num_splits) if num_splits > 1 else (0, 0, 0)
-    partial_out_THLV = q_THD.new_empty(*shape_THL, value_size, dtype=torch.float32)
-    partial_lse_THL = q_THD.new_empty(shape_THL, dtype=torch.float32)
-    _decode_kernel[(num_seqs, head_tiles, num_splits)](
-        out_THD, partial_out_THLV, partial_lse_THL, num_splits=num_splits, **inputs
-    )
+    return out_THD
+
+
+def _decode(out_THD: Tensor, head_tiles: int, max_seq_len: int, inputs: dict[str, Any]) -> None:
+    """Attend from single tokens, with split contexts where that pays."""
+    num_seqs, num_heads, value_size = out_THD.shape
+    num_splits = choose_num_splits(num_seqs * head_tiles, max_seq_len, inputs["TILE"], num_processors(out_THD.device))
+    num_partial = num_seqs * num_heads * num_splits if num_splits > 1 else 0
+    partial_out_LV = out_THD.new_empty(num_partial, value_size, dtype=torch.float32)
+    partial_lse_L = out_THD.new_empty(num_partial, dtype=torch.float32)
+    grid = (num_seqs, head_tiles, num_splits)
+    _decode_kernel[grid](out_THD, partial_out_LV, partial_lse_L, num_splits=num_splits, **inputs)
     if num_splits > 1:
-        _merge_kernel[(num_tokens, num_heads, -(-value_size // MERGE_COMPONENTS))](
+        _merge_kernel[(num_seqs, num_heads, triton.cdiv(value_size, MERGE_COMPONENTS))](
             out_THD,
-            partial_out_THLV,
-            partial_lse_THL,
+            partial_out_LV,
+            partial_lse_L,
             inputs["seq_lens"],
             inputs["window"],
             num_heads,
             num_splits,
-            TILE=tiling.keys,
+            TILE=inputs["TILE"],
             VALUE_SIZE=value_size,
             BLOCK_L=MERGE_SPLITS,
             BLOCK_V=MERGE_COMPONENTS,
             num_warps=MERGE_WARPS,
             num_stages=1,
         )
-    return out_THD
 
 
 def padded_size(head_size: int) -> int:
     """Return the power of two that a head's components are padded to."""
-    return max(16, triton.next_power_of_2(head_size))
+    return max(16, int(triton.next_power_of_2(head_size)))
 
 
 def choose_tiling(
@@ -188,7 +191,9 @@ def choose_tiling(
         return Tiling(32, 32, 4, 3)
     if is_wide:
         return Tiling(64, 32, 8, 3)
-    return Tiling(64, 32 if changes_scores else 64, 4, 3)
+    if changes_scores:
+        return Tiling(64, 32, 4, 3)
+    return Tiling(128, 64, 8, 3) if block_d <= 64 else Tiling(64, 64, 4, 3)
 
 
 def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_processors: int) -> int:
@@ -197,7 +202,8 @@ def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_proces
     As many as the device needs to be busy, but none with less than SPLIT_TILES tiles of the longest context.
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
-    return max(1, min(wanted, max_seq_len // (SPLIT_TILES.value * tile), MAX_SPLITS))
+    least_tokens: int = SPLIT_TILES.value * tile
+    return max(1, min(wanted, max_seq_len // least_tokens, MAX_SPLITS))
 
 
 def configurations(is_complete: bool = False) -> list[Configuration]:
@@ -224,7 +230,7 @@ def _configuration(
     is_decode = kernel is _decode_kernel
     block_d, block_v = padded_size(head_size), padded_size(value_size)
     tiling = choose_tiling(is_decode, block_d, block_v, dtype, changes_scores)
-    constexprs = {
+    constexprs: dict[str, object] = {
         "BLOCK_M": tiling.rows,
         "TILE": tiling.keys,
         "HEAD_SIZE": head_size,
@@ -246,7 +252,12 @@ def _configuration(
 
 
 def _merge_configuration(dtype: torch.dtype, tile: int) -> Configuration:
-    constexprs = {"TILE": tile, "VALUE_SIZE": 128, "BLOCK_L": MERGE_SPLITS, "BLOCK_V": MERGE_COMPONENTS}
+    constexprs: dict[str, object] = {
+        "TILE": tile,
+        "VALUE_SIZE": 128,
+        "BLOCK_L": MERGE_SPLITS,
+        "BLOCK_V": MERGE_COMPONENTS,
+    }
     return Configuration(
         kernel=_merge_kernel,
         signature=_signature(_merge_kernel, constexprs, triton_type(dtype), triton_type(dtype)),
@@ -268,7 +279,7 @@ def _signature(kernel, constexprs: dict[str, object], dtype: str, cache_dtype: s
 @functools.cache
 def num_processors(device: torch.device) -> int:
     """Return how many multiprocessors (compute units) the device has; the interpreter's stands for a small one."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
 def _check(
@@ -627,9 +638,10 @@ def _attend(
 @triton.jit
 def _changed_scores(score_MN, soft_cap, slope_M, position_N, position_M):
     """Return scores after the soft cap (none if 0) and ALiBi's slopes."""
-    # tanh, exact at both ends: 2**infinity is infinity
-    capped_MN = soft_cap - 2 * soft_cap / (1 + tl.exp2(score_MN * (2 * LOG2_E / soft_cap)))
-    score_MN = tl.where(soft_cap > 0, capped_MN, score_MN)
+    # tanh, by a power of 2 that cannot overflow
+    power_MN = tl.exp2(tl.abs(score_MN) * (-2 * LOG2_E / tl.where(soft_cap > 0, soft_cap, 1.0)))
+    capped_MN = soft_cap * ((1 - power_MN) / (1 + power_MN))
+    score_MN = tl.where(soft_cap > 0, tl.where(score_MN < 0, -capped_MN, capped_MN), score_MN)
     return score_MN + slope_M[:, None] * (position_N[None, :] - position_M[:, None]).to(tl.float32)
 
 
