@@ -12,9 +12,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
 from kernels.triton.activations import silu_and_mul
+from kernels.triton.attention import paged_attention
+from kernels.triton.drawing import draw
+from kernels.triton.kv import rotate_and_store_kv, store_kv
 from kernels.triton.norms import add_rms_norm, rms_norm
 from kernels.triton.products import embedding, linear, pack_linear
-from kernels.triton.sampling import draw, gather_logprobs, scale_to_probs, uniform
+from kernels.triton.sampling import gather_logprobs, scale_to_probs, uniform
 
 __all__ = [
     "add_rms_norm",
@@ -23,8 +26,11 @@ __all__ = [
     "gather_logprobs",
     "linear",
     "pack_linear",
+    "paged_attention",
     "rms_norm",
+    "rotate_and_store_kv",
     "scale_to_probs",
     "silu_and_mul",
+    "store_kv",
     "uniform",
 ]

@@ -20,3 +20,8 @@ def dense_heads(x_THD: Tensor) -> Tensor:
     _, head_stride, stride = x_THD.stride()
     is_dense = stride == 1 and (head_stride == head_size or num_heads == 1)
     return x_THD if is_dense else x_THD.contiguous()
+
+
+def dense_rows(x_RV: Tensor) -> Tensor:
+    """Return x, or a copy, in which the elements of a row lie side by side."""
+    return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()

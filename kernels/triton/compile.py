@@ -27,10 +27,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from kernels.triton import activations, norms, products, sampling
+from kernels.triton import activations, attention, drawing, groupwise, kv, norms, sampling
 from kernels.triton.configuration import Configuration
 
-MODULES = (activations, norms, products, sampling)
+MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
@@ -38,14 +38,15 @@ DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 class Target:
     gpu: GPUTarget
     max_shared_bytes: int  # of one program
+    has_float8: bool  # instructions for float8_e4m3fn
 
 
 # Shared memory: CUDA C++ Programming Guide, "Compute Capabilities"; AMD CDNA 3 ISA, "LDS".
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024, False),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024, True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024, True),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024, True),
 }
 
 
@@ -62,6 +63,16 @@ def configurations() -> Iterator[Configuration]:
     """Yield all kernels of this backend, as they are shipped."""
     for module in MODULES:
         yield from module.configurations()
+
+
+def shipped() -> list[tuple[Configuration, str]]:
+    """Return each kernel with each target that it is for."""
+    return [
+        (configuration, name)
+        for configuration in configurations()
+        for name, target in TARGETS.items()
+        if target.has_float8 or "*fp8e4nv" not in configuration.signature.values()
+    ]
 
 
 def cache_directory() -> Path:
@@ -90,15 +101,12 @@ def misfits(usages: dict[tuple[str, str], Usage]) -> list[str]:
 
 
 def table(usages: dict[tuple[str, str], Usage]) -> str:
-    """Return one line a kernel and target, in the order of the kernels."""
-    names = list(dict.fromkeys(name for name, _ in usages))
-    width = max(len(name) for name in names)
+    """Return one line a kernel and target."""
+    width = max(len(name) for name, _ in usages)
     lines = [f"{'kernel':{width}}  {'target':6}  {'registers':>9}  {'shared KiB':>10}  {'spills':>6}"]
-    for name in names:
-        for target in TARGETS:
-            usage = usages[name, target]
-            shared_kib = usage.shared_bytes / 1024
-            lines.append(f"{name:{width}}  {target:6}  {usage.registers:9}  {shared_kib:10.1f}  {usage.spills:6}")
+    for (name, target), usage in usages.items():
+        shared_kib = usage.shared_bytes / 1024
+        lines.append(f"{name:{width}}  {target:6}  {usage.registers:9}  {shared_kib:10.1f}  {usage.spills:6}")
     return "\n".join(lines)
 
 
@@ -116,21 +124,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _compile_all(jobs: int) -> dict[tuple[str, str], Usage]:
-    names = [configuration.name for configuration in configurations()]
-    pairs = [(number, target) for number in range(len(names)) for target in TARGETS]
-    done = {}
+    keys = [(configuration.name, target) for configuration, target in shipped()]
     # Spawned, not forked: threads of torch and Numba would not live on in a fork.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        pending = {pool.submit(_compile_numbered, *pair): pair for pair in pairs}
-        for future in tqdm(as_completed(pending), total=len(pending), desc="Compiling", unit="kernel"):
-            done[pending[future]] = future.result()
-    return {(names[number], target): done[number, target] for number, target in pairs}
+        futures = [pool.submit(_compile_numbered, number) for number in range(len(keys))]
+        for future in tqdm(as_completed(futures), total=len(futures), desc="Compiling", unit="kernel"):
+            future.result()  # a kernel that does not compile ends all of it here
+        return {key: future.result() for key, future in zip(keys, futures, strict=True)}
 
 
-def _compile_numbered(number: int, target: str) -> Usage:
+def _compile_numbered(number: int) -> Usage:
     """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
     triton.knobs.cache.dir = str(cache_directory())
-    return compile_configuration(list(configurations())[number], TARGETS[target])
+    configuration, target = shipped()[number]
+    return compile_configuration(configuration, TARGETS[target])
 
 
 def _source(configuration: Configuration) -> ASTSource:

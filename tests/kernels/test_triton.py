@@ -11,7 +11,7 @@ import pytest
 if find_spec("triton") is None:
     pytest.skip("there is no Triton for this platform", allow_module_level=True)
 
-from kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, table
+from kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, shipped, table
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def test_every_kernel_compiles_for_every_target_without_a_spill() -> None:
     finished = run("kernels.triton.compile", "--jobs", "2")
     assert finished.returncode == 0, finished.stdout
     rows = [line for line in finished.stdout.splitlines() if line.endswith(" 0")]
-    assert len(rows) == len(TARGETS) * len(list(configurations()))
+    assert len(rows) == len(shipped()) > 3 * len(list(configurations()))
 
 
 def test_every_kernel_is_among_those_that_are_compiled() -> None:

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kernels import GroupwiseWeight, reference, triton
 from kernels.groupwise import pack_codes
-from kernels.triton import products
+from kernels.triton import groupwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FLOAT32: 3e-5, FLOAT16: 2e-3, BFLOAT16: 1e-2}  # of an output's rounding, for the most
@@ -65,7 +65,7 @@ def test_product_equals_that_of_the_dequantized_weight(
 
 def test_a_row_of_few_has_the_same_bits_among_any_number_of_few() -> None:
     layer = triton.pack_linear(make_weight(4, 32, (24, 640), True))
-    assert products.split_inputs(24, 20) == (5, 4)
+    assert groupwise.split_inputs(24, 20) == (5, 4)
     x = draw(16, 640, dtype=FLOAT16)
     whole = triton.linear(x, layer)
     for rows in (1, 7):
@@ -79,7 +79,7 @@ def test_a_row_of_few_has_the_same_bits_among_any_number_of_few() -> None:
 def test_inputs_are_split_until_the_device_is_busy(
     num_outputs: int, num_blocks: int, expected: tuple[int, int]
 ) -> None:
-    assert products.split_inputs(num_outputs, num_blocks) == expected
+    assert groupwise.split_inputs(num_outputs, num_blocks) == expected
 
 
 def test_weights_of_few_bits_stay_so() -> None:
