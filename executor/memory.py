@@ -31,20 +31,28 @@ class PoolSize(NamedTuple):
 
 
 def size_pool(
-    config: Config, block_bytes: int, max_model_len: int, device: torch.device, root: Path = ROOT
+    config: Config,
+    block_bytes: int,
+    max_model_len: int,
+    device: torch.device,
+    root: Path = ROOT,
+    *,
+    num_sharing: int = 1,
 ) -> PoolSize:
     """Return how large the KV pool is to be.
 
     That is `kv_cache_memory_bytes` if it is set. Otherwise it is a share of memory, but no more than `max_num_seqs`
     sequences of `max_model_len` tokens fill: on a GPU what `gpu_memory_utilization` leaves, on the CPU 40 % of what
-    this process may still use. Raises ValueError if not even one sequence of `max_model_len` tokens fits.
+    this process may still use, which `num_sharing` executors divide. Raises ValueError if not even one sequence of `max_model_len` tokens fits.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:
         room_bytes, num_blocks = config.kv_cache_memory_bytes, config.kv_cache_memory_bytes // block_bytes
     else:
         room_bytes = (
-            free_device_bytes(device, config.gpu_memory_utilization) if device.type == "cuda" else _cpu_share(root)
+            free_device_bytes(device, config.gpu_memory_utilization)
+            if device.type == "cuda"
+            else _cpu_share(root) // num_sharing
         )
         num_blocks = min(room_bytes // block_bytes, config.max_num_seqs * sequence_blocks)
     if num_blocks < sequence_blocks:

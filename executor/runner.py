@@ -8,6 +8,7 @@ from torch import Tensor
 
 from executor import sampler
 from executor.inputs import StepInputs
+from executor.models.layers import ALONE, TensorParallel
 from executor.packing import Share, pack
 from executor.sequences import SequenceState
 from kernels import Backend
@@ -27,14 +28,21 @@ class Model(Protocol):
         """Store the step's keys and values; return hidden_TE."""
 
     def compute_logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return logits_SV, float32."""
+        """Return logits_SV, float32; with several ranks, only rank 0's are of the whole vocabulary."""
 
 
 class ModelRunner:
     """Runs steps of one scheduler incarnation, in the order in which they come."""
 
     def __init__(
-        self, model: Model, kv_caches: KVCaches, backend: Backend, *, block_size: int, num_blocks: int
+        self,
+        model: Model,
+        kv_caches: KVCaches,
+        backend: Backend,
+        *,
+        block_size: int,
+        num_blocks: int,
+        parallel: TensorParallel = ALONE,
     ) -> None:
         """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks."""
         self.model = model
@@ -42,6 +50,7 @@ class ModelRunner:
         self.backend = backend
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.parallel = parallel
         self.device = kv_caches[0][0].device
         self._states: dict[int, SequenceState] = {}
 
@@ -134,9 +143,19 @@ class ModelRunner:
         if not last:
             return []
         logits_SV = self.model.compute_logits(hidden_TE if len(last) == len(hidden_TE) else hidden_TE[last])
-        return zip(
-            *sampler.sample(logits_SV, [share.state for share in shares if share.sample], self.backend), strict=True
-        )
+        return zip(*self._choose(logits_SV, [share.state for share in shares if share.sample]), strict=True)
+
+    def _choose(
+        self, logits_SV: Tensor, states: Sequence[SequenceState]
+    ) -> tuple[list[int], Sequence[Logprobs | None]]:
+        """Return the next token of each state, as rank 0 samples it, and (there alone) its log probabilities."""
+        if self.parallel.world_size == 1:
+            return sampler.sample(logits_SV, states, self.backend)
+        token_ids, logprobs = [0] * len(states), [None] * len(states)
+        if self.parallel.rank == 0:
+            token_ids, logprobs = sampler.sample(logits_SV, states, self.backend)
+        token_ids_S = torch.tensor(token_ids, dtype=torch.int32, device=self.device)
+        return self.parallel.broadcast(token_ids_S).tolist(), logprobs
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> Logprobs | None:
         """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.
@@ -152,7 +171,10 @@ class ModelRunner:
         result: list[Logprobs] = []
         for start in range(0, len(targets), PROMPT_LOGPROB_ROWS):
             rows = targets[start : start + PROMPT_LOGPROB_ROWS]
-            logprobs_RV = sampler.log_probs(self.model.compute_logits(hidden_TE[start : start + len(rows)]))
+            logits_RV = self.model.compute_logits(hidden_TE[start : start + len(rows)])
+            if self.parallel.rank > 0:
+                continue
+            logprobs_RV = sampler.log_probs(logits_RV)
             result += sampler.token_logprobs(logprobs_RV, rows, [num_alternatives] * len(rows))
         return sum(result, Logprobs(num_alternatives)) if result else None
 

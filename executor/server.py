@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from executor.group import Relay
 from executor.runner import ModelRunner
 from protocol.messages import (
     ExecutorReady,
@@ -77,7 +78,8 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
 
 
 class Server:
-    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor."""
+    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor, `relay` has its other
+    ranks do what it does."""
 
     def __init__(
         self,
@@ -85,12 +87,14 @@ class Server:
         runner: ModelRunner,
         description: ExecutorReady,
         progress: StepProgress,
+        relay: Relay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._runner = runner
         self._description = description
         self._progress = progress
+        self._relay = relay
         self._clock = clock
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
@@ -113,6 +117,7 @@ class Server:
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
             return
+        self._relay.keep_alive()
         ready = msgspec.structs.replace(self._description, scheduler_incarnation=self._scheduler_incarnation)
         is_sent = self._send(encode(ready))
         self._ready_due_s = self._clock() + (INTERVAL_S if is_sent else RETRY_S)
@@ -143,6 +148,7 @@ class Server:
             self._scheduler_incarnation = incarnation
             self._next_step_id = welcome.next_step_id
             self._results.clear()
+            self._relay.send(welcome)
             self._runner.reset()
         self._next_step_id = max(self._next_step_id, welcome.next_step_id)
 
@@ -157,6 +163,7 @@ class Server:
         waited_s = started_s - self._idle_since_s
         self._progress.step_id, self._progress.layers_done = step.step_id, 0
         try:
+            self._relay.send(step)
             outcome = self._runner.run(step)
         except Exception as error:
             self._socket.set(zmq.LINGER, FAREWELL_MS)
@@ -190,13 +197,15 @@ def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Soc
     return connect_dealer(socket, address, incarnation)
 
 
-def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress) -> None:
+def serve(
+    address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress, relay: Relay
+) -> None:
     """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket = connect(context, address, description.executor_incarnation)
         with ProgressReporter(context, address, description.executor_incarnation, progress):
-            Server(socket, runner, description, progress).run()
+            Server(socket, runner, description, progress, relay).run()
     finally:
         context.destroy()
 

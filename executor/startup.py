@@ -13,9 +13,11 @@ from tqdm import tqdm
 import kernels
 from executor.dtypes import choose_dtype
 from executor.fingerprint import model_fingerprint
+from executor.group import check_agreement, join_group, num_local_ranks, own_device
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
-from executor.models import Decoder, ModelConfig, load_model, read_model_config
+from executor.models import Decoder, ModelConfig, TensorParallel, load_model, read_model_config
 from executor.models.layers import Linear
+from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
@@ -51,7 +53,7 @@ def phase(name: str) -> Iterator[None]:
 def start_executor(config: Config) -> Executor:
     """Return the executor of a model directory. Raises ValueError, for the operator, if it cannot be had."""
     chosen = kernels.choose_backend(config.attention_backend)
-    device = chosen.device
+    device = own_device(config, chosen.device)
     directory = Path(config.model)
     with phase("configuration"):
         if not config.model:
@@ -60,7 +62,9 @@ def start_executor(config: Config) -> Executor:
         max_model_len = choose_max_model_len(config.max_model_len, model_config)
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
-        _refuse_impossible(config, model_config, max_model_len, dtype, device)
+        if config.rank == 0:  # which says it for all
+            _refuse_impossible(config, model_config, max_model_len, dtype, device)
+        parallel = join_group(config, device)
     with phase("weights"):
         model = load_model(
             directory,
@@ -69,14 +73,17 @@ def start_executor(config: Config) -> Executor:
             max_model_len=max_model_len,
             load_format=config.load_format,
             backend=chosen.backend,
+            parallel=parallel,
             device=device,
+            progress=None if config.rank == 0 else False,
         )
         fingerprint = model_fingerprint(
             directory, model_config, dtype, max_model_len=max_model_len, load_format=config.load_format
         )
     _log_weights(model)
     with phase("KV pool"):
-        runner = _make_runner(config, model, max_model_len, dtype, chosen)
+        check_agreement(parallel, fingerprint, config.block_size)
+        runner = _make_runner(config, model, max_model_len, dtype, device, chosen, parallel)
     if chosen.name == "cpu":
         with phase("kernels"):
             compile_kernels(dtype)
@@ -86,7 +93,6 @@ def start_executor(config: Config) -> Executor:
     for layer in model.model.layers:
         layer.register_forward_hook(progress.count_layer)
     description = ExecutorReady(
-        rank=0,
         executor_incarnation=new_identity(),
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
@@ -138,15 +144,18 @@ def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.devic
 def _refuse_impossible(
     config: Config, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError, before minutes of loading, for a KV pool that cannot be, whatever the weights take."""
-    shapes = [(model_config.num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
-    size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
+    """Raise ValueError, before minutes of loading, for a split of the model that cannot be, and for a KV pool that
+    cannot be, whatever the weights take."""
+    check_size(model_config, config.tensor_parallel_size)
+    num_kv_heads = num_kv_heads_of_rank(model_config.num_kv_heads, config.tensor_parallel_size)
+    shapes = [(num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
+    _size_pool(config, shapes, max_model_len, dtype, device)
     if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
         logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
 
 
 def _choose_threads(config: Config) -> None:
-    num_threads, reason = choose_num_threads(config.num_threads)
+    num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
     kernels.cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
 
@@ -158,14 +167,34 @@ def _log_weights(model: Decoder) -> None:
 
 
 def _make_runner(
-    config: Config, model: Decoder, max_model_len: int, dtype: torch.dtype, chosen: ChosenBackend
+    config: Config,
+    model: Decoder,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    chosen: ChosenBackend,
+    parallel: TensorParallel,
 ) -> ModelRunner:
-    device = chosen.device
     shapes: list[KVShape] = model.kv_shapes
-    pool = size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
+    pool = _size_pool(config, shapes, max_model_len, dtype, device)
+    pool = pool._replace(num_blocks=parallel.least(pool.num_blocks))
     kv_caches = allocate_kv_caches(shapes, pool.num_blocks, config.block_size, dtype, device)
     _log_pool(pool, config.block_size, max_model_len)
-    return ModelRunner(model, kv_caches, chosen.backend, block_size=config.block_size, num_blocks=pool.num_blocks)
+    return ModelRunner(
+        model,
+        kv_caches,
+        chosen.backend,
+        block_size=config.block_size,
+        num_blocks=pool.num_blocks,
+        parallel=parallel,
+    )
+
+
+def _size_pool(
+    config: Config, shapes: list[KVShape], max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> PoolSize:
+    num_bytes = block_bytes(shapes, config.block_size, dtype)
+    return size_pool(config, num_bytes, max_model_len, device, num_sharing=num_local_ranks(config))
 
 
 def _log_pool(pool: PoolSize, block_size: int, max_model_len: int) -> None:

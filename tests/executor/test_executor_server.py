@@ -1,13 +1,15 @@
 import pytest
 import zmq
 
+from executor.group import Relay
+from executor.models.layers import ALONE
 from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, init, share, step
 
-DESCRIPTION = ExecutorReady(0, EXECUTOR, 32, 4, 100, 64, "fingerprint")
+DESCRIPTION = ExecutorReady(EXECUTOR, 32, 4, 100, 64, "fingerprint")
 BLOCKS = [0, 1, 2, 3]
 
 
@@ -28,7 +30,7 @@ class Link:
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
         self.runner = make_runner(model)
-        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.clock)
+        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, Relay(ALONE), self.clock)
 
     def ready(self):
         """Let half seconds pass until the scheduler hears ExecutorReady; one without a connection is lost."""
@@ -57,7 +59,7 @@ class Link:
         return received
 
     def welcome(self, scheduler=SCHEDULER, next_step_id=1, executor=EXECUTOR):
-        return self.exchange(Welcome(scheduler, executor, 32, next_step_id))
+        return self.exchange(Welcome(scheduler, executor, next_step_id))
 
     def restart_scheduler(self):
         """Replace the scheduler's process by another at the same address."""
