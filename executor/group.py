@@ -109,7 +109,7 @@ class Relay:
             if frame:
                 self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
         except RuntimeError as error:
-            raise GroupLost(f"another rank has ended: {error}") from None
+            raise GroupLost(f"another rank has ended: {_cause(error)}") from None
 
 
 def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
@@ -131,7 +131,12 @@ def _receive(parallel: TensorParallel) -> bytes:
             return b""
         return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
     except RuntimeError as error:
-        raise GroupLost(f"rank 0 has ended: {error}") from None
+        raise GroupLost(f"rank 0 has ended: {_cause(error)}") from None
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what gloo found, without its guesses why."""
+    return str(error).partition(". This is")[0]
 
 
 def _loopback_interface() -> str:

@@ -86,7 +86,7 @@ def start_executor(config: Config) -> Executor:
         runner = _make_runner(config, model, max_model_len, dtype, device, chosen, parallel)
     if chosen.name == "cpu":
         with phase("kernels"):
-            compile_kernels(dtype)
+            _compile_in_turn(dtype, parallel)
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     progress = StepProgress()
@@ -120,6 +120,15 @@ def compile_kernels(dtype: torch.dtype) -> None:
             if seconds > SLOW_COMPILE_S and not was_said:
                 logger.info("compiling kernels, as a first start does: about half a minute")
                 was_said = True
+
+
+def _compile_in_turn(dtype: torch.dtype, parallel: TensorParallel) -> None:
+    """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
+    if parallel.rank > 0:
+        parallel.wait()
+    compile_kernels(dtype)
+    if parallel.rank == 0:
+        parallel.wait()
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:

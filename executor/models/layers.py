@@ -83,8 +83,12 @@ class TensorParallel:
             distributed.broadcast(x, src=0, group=self.group)
         return x
 
+    def wait(self) -> None:
+        """Return once every rank is here."""
+        self.least(0)
+
     def least(self, number: int) -> int:
-        """Return the least of every rank's `number`, once all ranks are there."""
+        """Return the least of every rank's `number`, once every rank is here."""
         if self.world_size == 1:
             return number
         least = torch.tensor(number)
