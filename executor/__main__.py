@@ -12,12 +12,12 @@ def main() -> int:
     raises is a traceback."""
     config = start_process("executor", "Compute the steps of one scheduler.")
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A rank may be waiting for another in a call that no Python function interrupts: then the signal itself ends it.
+        # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
         signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     import kernels  # noqa: F401
-    from executor.group import GroupLost, Relay, follow
+    from executor.group import GroupLostError, Relay, follow
     from executor.server import serve
     from executor.startup import logger, start_executor
 
@@ -35,7 +35,7 @@ def main() -> int:
             serve(config.backend_address, runner, executor.description, executor.progress, Relay(parallel))
         else:
             follow(runner, parallel)
-    except GroupLost as error:
+    except GroupLostError as error:
         logger.error("%s", error)
         return 1
     return 0

@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=30)
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-class GroupLost(Exception):
+class GroupLostError(Exception):
     """Another rank has ended; this one has nothing left to do."""
 
 
@@ -88,7 +88,7 @@ def check_agreement(parallel: TensorParallel, *settings: object) -> None:
 
 
 class Relay:
-    """Rank 0's voice to the others. Each method raises GroupLost if one of them is gone."""
+    """Rank 0's voice to the others. Each method raises GroupLostError if one of them is gone."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
@@ -109,11 +109,11 @@ class Relay:
             if frame:
                 self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
         except RuntimeError as error:
-            raise GroupLost(f"another rank has ended: {_cause(error)}") from None
+            raise GroupLostError(f"another rank has ended: {_cause(error)}") from None
 
 
 def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
-    """Do what rank 0 does, for ever. Raises GroupLost when it is gone, and what a step raises."""
+    """Do what rank 0 does, for ever. Raises GroupLostError when it is gone, and what a step raises."""
     while True:
         frame = _receive(parallel)
         match decode_to_executor(frame) if frame else None:
@@ -131,7 +131,7 @@ def _receive(parallel: TensorParallel) -> bytes:
             return b""
         return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
     except RuntimeError as error:
-        raise GroupLost(f"rank 0 has ended: {_cause(error)}") from None
+        raise GroupLostError(f"rank 0 has ended: {_cause(error)}") from None
 
 
 def _cause(error: RuntimeError) -> str:

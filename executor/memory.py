@@ -43,7 +43,8 @@ def size_pool(
 
     That is `kv_cache_memory_bytes` if it is set. Otherwise it is a share of memory, but no more than `max_num_seqs`
     sequences of `max_model_len` tokens fill: on a GPU what `gpu_memory_utilization` leaves, on the CPU 40 % of what
-    this process may still use, which `num_sharing` executors divide. Raises ValueError if not even one sequence of `max_model_len` tokens fits.
+    this process may still use, which `num_sharing` executors divide. Raises ValueError if not even one sequence of
+    `max_model_len` tokens fits.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:

@@ -151,7 +151,8 @@ class ModelRunner:
         """Return the next token of each state, as rank 0 samples it, and (there alone) its log probabilities."""
         if self.parallel.world_size == 1:
             return sampler.sample(logits_SV, states, self.backend)
-        token_ids, logprobs = [0] * len(states), [None] * len(states)
+        token_ids = [0] * len(states)
+        logprobs: list[Logprobs | None] = [None] * len(states)
         if self.parallel.rank == 0:
             token_ids, logprobs = sampler.sample(logits_SV, states, self.backend)
         token_ids_S = torch.tensor(token_ids, dtype=torch.int32, device=self.device)

@@ -197,9 +197,7 @@ def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Soc
     return connect_dealer(socket, address, incarnation)
 
 
-def serve(
-    address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress, relay: Relay
-) -> None:
+def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress, relay: Relay) -> None:
     """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
     context: zmq.Context[Any] = zmq.Context()
     try:

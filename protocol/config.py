@@ -157,7 +157,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.rank >= self.tensor_parallel_size:
             raise ValueError(
-                f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}): ranks count from 0"
+                f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}):"
+                " ranks count from 0"
             )
 
 

@@ -138,6 +138,8 @@ def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_1(tmp_path):
         ({"max_model_len": 1000}, "beyond what the model is made for: 256"),
         ({"kv_cache_memory_bytes": 10_000}, "--kv-cache-memory-bytes"),
         ({"num_threads": 4096}, "num_threads is 4096"),
+        ({"tensor_parallel_size": 3, "distributed_address": "file:///ranks"}, "can be split among 1, 2 or 4"),
+        ({"tensor_parallel_size": 2}, "tcp://HOST:PORT"),
     ],
 )
 def test_what_cannot_be_started_names_the_setting(checkpoint, settings, message):

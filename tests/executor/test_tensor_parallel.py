@@ -4,6 +4,7 @@ Real processes that meet through gloo. Greedy tokens must not hang on rounding: 
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 
 from executor.models import load_model, read_model_config
 from kernels import cpu
+from protocol.config import Config
 from protocol.messages import Logprobs, NeedInit, StepResult
 from protocol.sampling import SamplingParams
 from tests.fakes.checkpoints import make_checkpoint
-from tests.fakes.rank_group import RankGroup, free_address
+from tests.fakes.rank_group import Followers, RankGroup, free_address
 from tests.fakes.runner_driver import init, share, step
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
 
@@ -43,26 +45,42 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     return made
 
 
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Config]]:
+    """Return the Config of rank 0 by the number of ranks; the others are there."""
+    made = {}
+    for world_size, differences in MODELS.items():
+        directory = tmp_path_factory.mktemp("tiny")
+        make_checkpoint(
+            directory, attention_bias=True, mlp_bias=True, vocab_size=319, num_hidden_layers=2, **differences
+        )
+        made[world_size] = Config(
+            model=str(directory),
+            dtype="float32",
+            block_size=BLOCK_SIZE,
+            kv_cache_memory_bytes=1 << 20,
+            num_threads=1,
+            tensor_parallel_size=world_size,
+            distributed_address=free_address() if world_size == 2 else f"file://{directory}/ranks",
+        )
+    with Followers(list(made.values())) as followers:
+        yield made
+        lives = [sum(rank < world_size for world_size in made) for rank in (1, 2, 3)]
+        for (status, said), num_lives in zip(followers.wait(), lives, strict=True):
+            assert status == 0
+            assert said.count("rank 0 has ended") == num_lives
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
-    directory = tmp_path_factory.mktemp("tiny")
-    make_checkpoint(
-        directory, attention_bias=True, mlp_bias=True, vocab_size=319, num_hidden_layers=2, **MODELS[request.param]
-    )
-    address = free_address() if request.param == 2 else f"file://{directory}/ranks"
-    with RankGroup(directory, request.param, address, block_size=BLOCK_SIZE) as group:
+def group(request: pytest.FixtureRequest, configs: dict[int, Config]) -> Iterator[RankGroup]:
+    with RankGroup(configs[request.param]) as group:
         yield group
-        group.leave()
-        assert group.wait_for_followers() == [1] * (request.param - 1)
-        for log in group.logs:
-            assert "rank 0 has ended" in log.splitlines()[-1]
-            assert "Traceback" not in log
 
 
 @pytest.fixture(scope="module")
 def alone(group: RankGroup) -> list[Generated]:
     """Return what each request gives alone on one rank, its prompt in one piece."""
-    directory = group.model_directory
+    directory = Path(group.config.model)
     decoder = load_model(
         directory, read_model_config(directory), torch.float32, max_model_len=256, backend=cpu, progress=False
     )
@@ -124,7 +142,7 @@ def test_with_preemptions(group: RankGroup, alone: list[Generated]) -> None:
 def test_what_cannot_be_done_is_left_by_every_rank(group: RankGroup, alone: list[Generated]) -> None:
     group.reset()
     assert isinstance(group.run(step(1, share(7, 0, [5], [0]))), NeedInit)
-    group.relay.keep_alive()
+    group.keep_alive()
     prompt, _ = requests()[0]
     result = group.run(step(1, share(7, 0, prompt, [0], init=init(prompt))))
     assert isinstance(result, StepResult)
