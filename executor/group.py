@@ -83,7 +83,8 @@ def check_agreement(parallel: TensorParallel, *settings: object) -> None:
     """Raise ValueError if a rank was started with another model or other `settings` than the rest."""
     digest = hashlib.sha256(repr(settings).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
-    if parallel.least(number) != number or parallel.least(-number) != -number:
+    least, most = parallel.least(number), -parallel.least(-number)  # a rank that left early would leave others waiting
+    if least != most:
         raise ValueError("the ranks of this executor were started with different models or settings")
 
 

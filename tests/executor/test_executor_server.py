@@ -21,6 +21,17 @@ class Clock:
         return self.now_s
 
 
+class RecordingRelay(Relay):
+    """Rank 0's voice, to nobody: keeps what it says."""
+
+    def __init__(self):
+        super().__init__(ALONE)
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
 class Link:
     """A server that a test turns by hand, and the scheduler's side of its real socket."""
 
@@ -29,8 +40,9 @@ class Link:
         self.scheduler = FakeBackend()
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
+        self.relay = RecordingRelay()
         self.runner = make_runner(model)
-        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, Relay(ALONE), self.clock)
+        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.relay, self.clock)
 
     def ready(self):
         """Let half seconds pass until the scheduler hears ExecutorReady; one without a connection is lost."""
@@ -117,6 +129,18 @@ def test_steps_are_done_in_the_order_of_their_numbers(link):
     results = link.exchange(*decode_steps(1, 4))
     assert ids(results) == [1, 2, 3, 4]
     assert len(tokens(results)) == 4
+
+
+def test_other_ranks_hear_once_of_what_is_acted_on(link):
+    """Whatever is lost, repeated or early on the link, they do the same steps in the same order."""
+    link.welcome()
+    steps = decode_steps(1, 4)
+    link.exchange(steps[1], steps[0], steps[0], *steps[2:])
+    assert link.relay.sent == [Welcome(SCHEDULER, EXECUTOR, 1), steps[0]]
+    link.welcome()
+    link.exchange(*steps)
+    link.welcome(scheduler="another", next_step_id=7)
+    assert link.relay.sent == [Welcome(SCHEDULER, EXECUTOR, 1), *steps, Welcome("another", EXECUTOR, 7)]
 
 
 def test_two_steps_may_be_queued(link):
