@@ -8,13 +8,16 @@ from protocol.process import start_process
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 if the model cannot be served; a step that raises is a traceback."""
+    """Return the exit status: 0 after a signal, 1 if the model cannot be served or another rank has ended; a step that
+    raises is a traceback."""
     config = start_process("executor", "Compute the steps of one scheduler.")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(0))
+        # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
+        signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     import kernels  # noqa: F401
+    from executor.group import GroupLostError, Relay, follow
     from executor.server import serve
     from executor.startup import logger, start_executor
 
@@ -24,8 +27,17 @@ def main() -> int:
     except ValueError as error:
         print(f"python -m executor: {error}", file=sys.stderr)
         return 1
-    logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, config.backend_address)
-    serve(config.backend_address, executor.runner, executor.description, executor.progress)
+    runner, parallel = executor.runner, executor.runner.parallel
+    whom = config.backend_address if parallel.rank == 0 else "rank 0"
+    logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, whom)
+    try:
+        if parallel.rank == 0:
+            serve(config.backend_address, runner, executor.description, executor.progress, Relay(parallel))
+        else:
+            follow(runner, parallel)
+    except GroupLostError as error:
+        logger.error("%s", error)
+        return 1
     return 0
 
 

@@ -94,10 +94,10 @@ class Launched:
         token_ids = [[token_id] for token_id in next(arrays).tolist()]
         _warn_of_bad(next(arrays))
         wanted = [share.state.sampling.num_logprobs for share in self._shares if share.sample]
-        entries: Iterator[Logprobs] = iter(())
-        if self._outputs.sampled.logprobs is not None:
-            values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
-            entries = iter(pack_logprobs(values, [k for k in wanted if k is not None]))
+        if self._outputs.sampled.logprobs is None:  # nobody wants them, or another rank has them
+            return ((token_id, None) for token_id in token_ids)
+        values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
+        entries = iter(pack_logprobs(values, [k for k in wanted if k is not None]))
         return zip(token_ids, [None if k is None else next(entries) for k in wanted], strict=True)
 
 

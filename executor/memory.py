@@ -38,12 +38,14 @@ def size_pool(
     root: Path = ROOT,
     *,
     activation_bytes: int = 0,
+    num_sharing: int = 1,
 ) -> PoolSize:
     """Return how large the KV pool is to be.
 
     That is `kv_cache_memory_bytes` if it is set. Otherwise it is a share of memory, but no more than `max_num_seqs`
     sequences of `max_model_len` tokens fill: on a GPU what `gpu_memory_utilization` leaves, on the CPU 40 % of what
-    this process may still use, either less `activation_bytes`. Raises ValueError if not even one sequence of
+    this process may still use, which `num_sharing` executors divide; either less `activation_bytes`. Raises ValueError
+    if not even one sequence of
     `max_model_len` tokens fits.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
@@ -51,7 +53,9 @@ def size_pool(
         room_bytes, num_blocks = config.kv_cache_memory_bytes, config.kv_cache_memory_bytes // block_bytes
     else:
         share_bytes = (
-            free_device_bytes(device, config.gpu_memory_utilization) if device.type == "cuda" else _cpu_share(root)
+            free_device_bytes(device, config.gpu_memory_utilization)
+            if device.type == "cuda"
+            else _cpu_share(root) // num_sharing
         )
         room_bytes = max(0, share_bytes - activation_bytes)
         num_blocks = min(room_bytes // block_bytes, config.max_num_seqs * sequence_blocks)

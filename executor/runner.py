@@ -17,6 +17,7 @@ from executor.device import Device, device_of
 from executor.graphs import DecodeGraphs
 from executor.inputs import StepInputs
 from executor.launched import Launched, PromptSlice, StepOutputs
+from executor.models.layers import ALONE, TensorParallel
 from executor.packing import Share, StepArrays, pack, pending_rows
 from executor.sampler import Sampled
 from executor.sequences import SequenceState
@@ -37,7 +38,7 @@ class Model(Protocol):
         """Store the step's keys and values; return hidden_TE."""
 
     def compute_logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return logits_SV, float32."""
+        """Return logits_SV, float32; with several ranks, only rank 0's are of the whole vocabulary."""
 
 
 class ModelRunner:
@@ -52,6 +53,7 @@ class ModelRunner:
         block_size: int,
         num_blocks: int,
         device: Device | None = None,
+        parallel: TensorParallel = ALONE,
     ) -> None:
         """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks.
 
@@ -62,6 +64,7 @@ class ModelRunner:
         self.backend = backend
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.parallel = parallel
         self.device = device or device_of(kv_caches[0][0].device)
         self.graphs: DecodeGraphs | None = None  # of decode steps; without them, each is launched kernel by kernel
         self._states: dict[int, SequenceState] = {}
@@ -186,9 +189,20 @@ class ModelRunner:
             [last_S] = self.device.upload([np.array(last)])
             hidden_TE = hidden_TE.index_select(0, last_S)
         logits_SV = self.model.compute_logits(hidden_TE)
+        if self.parallel.rank > 0:
+            return self._learn(len(last))
         columns = make_columns([share.state for share in shares if share.sample], logits_SV.shape[1])
         on_device = to_device(columns, self.device.upload)
-        return sampler.sample(logits_SV, on_device, self.backend, is_lazy=self.device.is_lazy)
+        sampled = sampler.sample(logits_SV, on_device, self.backend, is_lazy=self.device.is_lazy)
+        if self.parallel.world_size > 1:
+            self.parallel.broadcast(sampled.token_ids_S.int())
+        return sampled
+
+    def _learn(self, num_rows: int) -> Sampled:
+        """Return what rank 0 sampled: its tokens, without their log probabilities, which it alone has."""
+        token_ids_S = torch.empty(num_rows, dtype=torch.int32, device=self.device.torch_device)
+        is_bad_S = torch.zeros(num_rows, dtype=torch.bool, device=self.device.torch_device)
+        return Sampled(self.parallel.broadcast(token_ids_S).long(), is_bad_S, None)
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> list[PromptSlice]:
         """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.
@@ -201,17 +215,20 @@ class ModelRunner:
         first = state.num_computed_tokens + 1
         targets = np.array(state.token_ids[first : min(first + share.num_tokens, state.num_prompt_tokens)], np.int64)
         starts = range(0, len(targets), PROMPT_LOGPROB_ROWS)
-        return [self._prompt_slice(hidden_TE[s:], targets[s : s + PROMPT_LOGPROB_ROWS], state) for s in starts]
+        slices = [self._prompt_slice(hidden_TE[s:], targets[s : s + PROMPT_LOGPROB_ROWS], state) for s in starts]
+        return [part for part in slices if part is not None]
 
-    def _prompt_slice(self, hidden_TE: Tensor, targets: np.ndarray, state: SequenceState) -> PromptSlice:
+    def _prompt_slice(self, hidden_TE: Tensor, targets: np.ndarray, state: SequenceState) -> PromptSlice | None:
+        """Return the log probabilities of `targets`; None on ranks other than 0, which only give their part of them."""
         logits_RV = self.model.compute_logits(hidden_TE[: len(targets)])
+        if self.parallel.rank > 0:
+            return None
         is_lazy = self.device.is_lazy
         is_bad_R = sampler.clamp_non_finite(logits_RV, is_lazy=is_lazy)
         [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
-        return PromptSlice(
-            sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy), is_bad_R
-        )
+        sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy)
+        return PromptSlice(sliced, is_bad_R)
 
 
 def _graph_key(graphs: DecodeGraphs, arrays: StepArrays) -> tuple[int, int] | None:

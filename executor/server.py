@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from executor.group import Relay
 from executor.launched import Launched
 from executor.runner import ModelRunner
 from protocol.messages import (
@@ -87,7 +88,8 @@ class Flight(NamedTuple):
 
 
 class Server:
-    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor."""
+    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor, `relay` has its other
+    ranks do what it does."""
 
     def __init__(
         self,
@@ -95,12 +97,14 @@ class Server:
         runner: ModelRunner,
         description: ExecutorReady,
         progress: StepProgress,
+        relay: Relay,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._socket = socket
         self._runner = runner
         self._description = description
         self._progress = progress
+        self._relay = relay
         self._clock = clock
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
@@ -137,6 +141,7 @@ class Server:
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
             return
+        self._relay.keep_alive()
         ready = msgspec.structs.replace(self._description, scheduler_incarnation=self._scheduler_incarnation)
         is_sent = self._send(encode(ready))
         self._ready_due_s = self._clock() + (INTERVAL_S if is_sent else RETRY_S)
@@ -168,6 +173,7 @@ class Server:
             self._next_step_id = welcome.next_step_id
             self._flight = None  # nobody waits for its result
             self._results.clear()
+            self._relay.send(welcome)
             self._runner.reset()
         self._next_step_id = max(self._next_step_id, welcome.next_step_id)
 
@@ -183,6 +189,7 @@ class Server:
         self._progress.step_id, self._progress.layers_done = step.step_id, 0
         previous, self._flight = self._flight, None
         try:
+            self._relay.send(step)
             launched = self._runner.launch(step)
         except Exception as error:
             if previous is not None:
@@ -240,13 +247,13 @@ def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Soc
     return connect_dealer(socket, address, incarnation)
 
 
-def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress) -> None:
+def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress, relay: Relay) -> None:
     """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket = connect(context, address, description.executor_incarnation)
         with ProgressReporter(context, address, description.executor_incarnation, progress):
-            Server(socket, runner, description, progress).run()
+            Server(socket, runner, description, progress, relay).run()
     finally:
         context.destroy()
 

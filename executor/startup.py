@@ -17,14 +17,16 @@ from executor.device import Device, device_of
 from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
 from executor.graphs import DecodeGraphs, batch_sizes, table_widths
+from executor.group import check_agreement, join_group, num_local_ranks, own_device
 from executor.inputs import StepInputs
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
-from executor.models import Decoder, ModelConfig, load_model, read_model_config
-from executor.models.layers import packed_weights
+from executor.models import Decoder, ModelConfig, TensorParallel, load_model, read_model_config
+from executor.models.layers import ALONE, packed_weights
+from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
-from kernels import ChosenBackend
+from kernels import Backend
 from kernels.cpu import PackedGroupwise
 from kernels.cpu.warm_up import warm_up as warm_up_kernels
 from protocol.config import FIELDS, Config
@@ -57,7 +59,7 @@ def phase(name: str) -> Iterator[None]:
 def start_executor(config: Config) -> Executor:
     """Return the executor of a model directory. Raises ValueError, for the operator, if it cannot be had."""
     chosen = kernels.choose_backend(config.attention_backend)
-    device = chosen.device
+    device = own_device(config, chosen.device)
     directory = Path(config.model)
     with phase("configuration"):
         if not config.model:
@@ -67,7 +69,9 @@ def start_executor(config: Config) -> Executor:
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
         kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name)
-        _refuse_impossible(config, model_config, max_model_len, kv_dtype, device)
+        if config.rank == 0:  # which says it for all
+            _refuse_impossible(config, model_config, max_model_len, kv_dtype, device)
+        parallel = join_group(config, device)
     with phase("weights"):
         model = load_model(
             directory,
@@ -77,7 +81,9 @@ def start_executor(config: Config) -> Executor:
             load_format=config.load_format,
             quantization=config.quantization,
             backend=chosen.backend,
+            parallel=parallel,
             device=device,
+            progress=None if config.rank == 0 else False,
         )
         fingerprint = model_fingerprint(
             directory,
@@ -90,10 +96,11 @@ def start_executor(config: Config) -> Executor:
         )
     _log_weights(model)
     with phase("KV pool"):
-        runner = make_runner(config, model, max_model_len, kv_dtype, chosen, device_of(device))
+        check_agreement(parallel, fingerprint, config.block_size)
+        runner = make_runner(config, model, max_model_len, kv_dtype, chosen.backend, device_of(device), parallel)
     if chosen.name == "cpu":
         with phase("kernels"):
-            compile_kernels(dtype, _has_groupwise(model))
+            _compile_in_turn(dtype, _has_groupwise(model), parallel)
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     if chosen.name == "triton" and device.type == "cuda" and not config.enforce_eager:
@@ -103,7 +110,6 @@ def start_executor(config: Config) -> Executor:
     for layer in model.model.layers:
         layer.register_forward_hook(progress.count_layer)
     description = ExecutorReady(
-        rank=0,
         executor_incarnation=new_identity(),
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
@@ -133,6 +139,15 @@ def compile_kernels(dtype: torch.dtype, has_groupwise: bool) -> None:
             if seconds > SLOW_COMPILE_S and not was_said:
                 logger.info("compiling kernels, as a first start does: about half a minute")
                 was_said = True
+
+
+def _compile_in_turn(dtype: torch.dtype, has_groupwise: bool, parallel: TensorParallel) -> None:
+    """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
+    if parallel.rank > 0:
+        parallel.wait()
+    compile_kernels(dtype, has_groupwise)
+    if parallel.rank == 0:
+        parallel.wait()
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:
@@ -183,9 +198,12 @@ def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.devic
 def _refuse_impossible(
     config: Config, model_config: ModelConfig, max_model_len: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raise ValueError, before minutes of loading, for a KV pool that cannot be, whatever the weights take."""
-    shapes = [(model_config.num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
-    size_pool(config, block_bytes(shapes, config.block_size, kv_dtype), max_model_len, device)
+    """Raise ValueError, before minutes of loading, for a split of the model that cannot be, and for a KV pool that
+    cannot be, whatever the weights take."""
+    check_size(model_config, config.tensor_parallel_size)
+    num_kv_heads = num_kv_heads_of_rank(model_config.num_kv_heads, config.tensor_parallel_size)
+    shapes = [(num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
+    _size_pool(config, shapes, max_model_len, kv_dtype, device)
     if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
         logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
     if device.type == "cpu" and config.enforce_eager:
@@ -193,7 +211,7 @@ def _refuse_impossible(
 
 
 def _choose_threads(config: Config) -> None:
-    num_threads, reason = choose_num_threads(config.num_threads)
+    num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
     kernels.cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
 
@@ -215,27 +233,39 @@ def make_runner(
     model: Decoder,
     max_model_len: int,
     kv_dtype: torch.dtype,
-    chosen: ChosenBackend,
+    backend: Backend,
     device: Device,
+    parallel: TensorParallel = ALONE,
 ) -> ModelRunner:
     """Return a runner whose KV pool takes what the largest step leaves. Raises ValueError if that is too little."""
     shapes: list[KVShape] = model.kv_shapes
 
     def runner_of(num_blocks: int) -> ModelRunner:
-        kv_caches = allocate_kv_caches(shapes, num_blocks, config.block_size, kv_dtype, chosen.device)
-        return ModelRunner(
-            *(model, kv_caches, chosen.backend), block_size=config.block_size, num_blocks=num_blocks, device=device
-        )
+        kv_caches = allocate_kv_caches(shapes, num_blocks, config.block_size, kv_dtype, device.torch_device)
+        sizes = {"block_size": config.block_size, "num_blocks": num_blocks}
+        return ModelRunner(model, kv_caches, backend, **sizes, device=device, parallel=parallel)
 
-    pool = size_pool(
-        config,
-        block_bytes(shapes, config.block_size, kv_dtype),
-        max_model_len,
-        chosen.device,
-        activation_bytes=device.peak_bytes(lambda: runner_of(1).run(largest_step(config, max_model_len))),
-    )
+    activation_bytes = device.peak_bytes(lambda: runner_of(1).run(largest_step(config, max_model_len)))
+    pool = _size_pool(config, shapes, max_model_len, kv_dtype, device.torch_device, activation_bytes)
+    pool = pool._replace(num_blocks=parallel.least(pool.num_blocks))
     _log_pool(pool, config.block_size, max_model_len)
     return runner_of(pool.num_blocks)
+
+
+def _size_pool(
+    config: Config,
+    shapes: list[KVShape],
+    max_model_len: int,
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    activation_bytes: int = 0,
+) -> PoolSize:
+    num_bytes = block_bytes(shapes, config.block_size, kv_dtype)
+    return size_pool(
+        *(config, num_bytes, max_model_len, device),
+        activation_bytes=activation_bytes,
+        num_sharing=num_local_ranks(config),
+    )
 
 
 def _log_pool(pool: PoolSize, block_size: int, max_model_len: int) -> None:

@@ -8,15 +8,23 @@ from executor.cgroups import ROOT, group_directories, read_integer
 
 
 def choose_num_threads(
-    override: int | None = None, affinity: Iterable[int] | None = None, root: Path = ROOT
+    override: int | None = None, affinity: Iterable[int] | None = None, root: Path = ROOT, *, num_sharing: int = 1
 ) -> tuple[int, str]:
     """Return how many threads to compute with, and why, for the log.
 
     `affinity` are the CPUs this process may run on (default: what the system says). Two hardware threads of one core
-    share its arithmetic units: they count once. A control group's quota is rounded down, but to one at least.
+    share its arithmetic units: they count once. A control group's quota is rounded down, but to one at least; so is the
+    part of one of `num_sharing` processes that compute at the same time.
     """
     if override is not None:
         return override, "as set by num_threads"
+    num_threads, reason = _usable_cores(affinity, root)
+    if num_sharing > 1:
+        return max(1, num_threads // num_sharing), f"one of {num_sharing} parts; {reason}"
+    return num_threads, reason
+
+
+def _usable_cores(affinity: Iterable[int] | None, root: Path) -> tuple[int, str]:
     cpus = set(os.sched_getaffinity(0) if affinity is None else affinity)
     num_cores = count_cores(cpus, root)
     quota = cpu_quota(root)

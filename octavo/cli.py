@@ -48,10 +48,10 @@ FLAG_GROUPS = {
         "max_num_queued_reqs",
         "async_scheduling",
     ),
-    "machine": ("attention_backend", "enforce_eager", "num_threads", "peer_timeout_s"),
+    "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads", "peer_timeout_s"),
 }
-# The launcher chooses these itself: each server has sockets of its own.
-LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers")
+# The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
+LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,17 +37,24 @@ class LaunchError(Exception):
 
 @dataclasses.dataclass
 class Child:
-    """One role's process: this life of it, and when the next may begin."""
+    """One role: the processes of this life of it, and when the next may begin.
+
+    There are several of an executor's ranks, which live and die together.
+    """
 
     role: str
-    process: subprocess.Popen[bytes]
+    processes: list[subprocess.Popen[bytes]]
     started_at_s: float
     backoff_s: float = FIRST_BACKOFF_S
     restart_at_s: float | None = None
 
+    def ended(self) -> subprocess.Popen[bytes] | None:
+        """Return a process that has ended, if there is one."""
+        return next((process for process in self.processes if process.poll() is not None), None)
+
 
 class Launcher:
-    """The three processes of one server on one machine.
+    """The three roles of one server on one machine.
 
     A pipe ties every child to this process: when it ends, however it ends, its end of the pipe closes and they stop.
     Before the server is ready, a child that ends stops everything (it has said why); afterwards it is restarted.
@@ -56,6 +63,7 @@ class Launcher:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.children: dict[str, Child] = {}
+        self._num_lives = 0  # of all roles
         self.lifeline, self._lifeline_end = os.pipe()
         os.set_inheritable(self.lifeline, True)
         self.stopping = False
@@ -74,22 +82,24 @@ class Launcher:
         self.stopping = True
 
     def _start(self, role: str) -> Child:
-        environ = child_environ(self.config, os.environ, secrets=role == "gateway")
-        process = subprocess.Popen(
+        self._num_lives += 1
+        configs = rank_configs(self.config, self._num_lives) if role == "executor" else [self.config]
+        return Child(role, [self._start_process(role, config) for config in configs], time.monotonic())
+
+    def _start_process(self, role: str, config: Config) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             [sys.executable, "-P", "-m", role, LIFELINE_FLAG, str(self.lifeline)],
-            env=environ,
+            env=child_environ(config, os.environ, secrets=role == "gateway"),
             stdin=subprocess.DEVNULL,
             pass_fds=[self.lifeline],
             start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
         )
-        return Child(role, process, time.monotonic())
 
     def _until_ready(self) -> None:
         started_s = time.monotonic()
         while not self.stopping:
             for child in self.children.values():
-                status = child.process.poll()
-                if status is not None:
+                if child.ended() is not None:
                     raise LaunchError(f"nothing is served: the {child.role} could not start, as it says above")
             if _answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
@@ -104,16 +114,18 @@ class Launcher:
 
     def _revive(self, child: Child, now_s: float) -> None:
         """Restart `child` if it has ended, after a wait that grows while its lives are short."""
-        if child.process.poll() is None:
+        ended = child.ended()
+        if ended is None:
             return
         if child.restart_at_s is None:
+            _end(child.processes)
             lived_s = now_s - child.started_at_s
             child.backoff_s = FIRST_BACKOFF_S if lived_s > STABLE_AFTER_S else child.backoff_s
             child.restart_at_s = now_s + child.backoff_s
             logger.error(
                 "the %s ended with status %s after %.0f s; it starts again in %.1f s",
                 child.role,
-                child.process.returncode,
+                ended.returncode,
                 lived_s,
                 child.backoff_s,
             )
@@ -127,9 +139,20 @@ class Launcher:
             logger.info("stopping")
         for role in STOP_ORDER:
             if role in self.children:
-                _end(self.children[role].process)
+                _end(self.children[role].processes)
         os.close(self._lifeline_end)
         os.close(self.lifeline)
+
+
+def rank_configs(config: Config, life: int) -> list[Config]:
+    """Return the Config of each rank of the executor, which meet where no other life of it does."""
+    if config.tensor_parallel_size == 1:
+        return [config]
+    address = f"{config.distributed_address}-{life}"
+    return [
+        msgspec.structs.replace(config, rank=rank, distributed_address=address)
+        for rank in range(config.tensor_parallel_size)
+    ]
 
 
 def serve(config: Config, model_directory: Path, served_name: str) -> None:
@@ -142,6 +165,7 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
             port=config.port or listening_port(config),
             frontend_address=f"ipc://{directory}/frontend",
             backend_address=f"ipc://{directory}/backend",
+            distributed_address=f"file://{directory}/ranks",
         )
         Launcher(resolved).run()
 
@@ -218,11 +242,14 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes of one role: ask all at once, and kill what has not ended in time."""
+    deadline_s = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+    for process in processes:
         try:
-            process.wait(STOP_GRACE_S)
+            process.wait(max(0.0, deadline_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

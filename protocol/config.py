@@ -138,6 +138,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[int, Meta(ge=1, description="CPU threads for the model (default: this process's physical cores)")]
         | None
     ) = None
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, description="executors, on a GPU or a part of the cores each, that share the model's weights")
+    ] = 1
+    rank: Annotated[
+        int, Meta(ge=0, description="number of this executor among those that share the weights; 0 leads them")
+    ] = 0
+    distributed_address: Annotated[
+        str,
+        Meta(
+            pattern=r"^(file:///.+|tcp://.+:\d+)?$",
+            title="an address such as tcp://127.0.0.1:29500",
+            description="where the executors that share the weights meet: an address of rank 0's machine",
+        ),
+    ] = ""
     frontend_address: Annotated[Address, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (
         f"ipc://{runtime_directory()}/frontend"
     )
@@ -158,6 +172,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least"
                 f" max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a step"
+            )
+        if self.rank >= self.tensor_parallel_size:
+            raise ValueError(
+                f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}):"
+                " ranks count from 0"
             )
 
 

@@ -244,9 +244,8 @@ class ExecutorReady(Message, frozen=True):
     An executor that says so while steps are unanswered has lost them, or its results were lost: they are sent again.
     """
 
-    rank: int
     executor_incarnation: str
-    num_blocks: Count
+    num_blocks: Count  # with several ranks: the least of theirs
     block_size: Count
     max_model_len: Count
     vocab_size: Count
@@ -308,7 +307,7 @@ decode_from_executor: Callable[[bytes], FromExecutor] = _decoder(FromExecutor)
 
 
 class Welcome(Message, frozen=True):
-    """Answers ExecutorReady. `num_blocks` is the group's: the least over its ranks.
+    """Answers ExecutorReady.
 
     An executor that is welcomed by another scheduler incarnation drops the state of the one before. It does steps
     strictly by number from `next_step_id`: an older one is answered again from the last results, a later one is
@@ -317,7 +316,6 @@ class Welcome(Message, frozen=True):
 
     scheduler_incarnation: str
     executor_incarnation: str
-    num_blocks: int
     next_step_id: int
 
 

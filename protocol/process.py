@@ -48,7 +48,7 @@ def start_process(name: str, description: str, argv: Sequence[str] | None = None
         config = load_config(os.environ, flags)
     except ConfigError as error:
         parser.error(str(error))
-    configure_logging(name, config.log_level)
+    configure_logging(f"{name} {config.rank}" if config.rank else name, config.log_level)
     if lifeline is not None:
         threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     return config

@@ -1,4 +1,4 @@
-"""The window of numbered steps between the scheduler and its executor group: what is in flight, and with whom.
+"""The window of numbered steps between the scheduler and its executor: what is in flight, and with whom.
 
 Pure: messages in, decisions out. An executor's life (its incarnation) that was replaced or that failed is over for
 good, so whatever still arrives of it is stale.
@@ -17,9 +17,8 @@ class Arrival(Enum):
 
     STALE = auto()  # of a life that is over
     NEWCOMER = auto()  # of an unknown life while the present one is well: it counts once it echoes a Welcome
-    FORMING = auto()  # ranks of the group are missing
-    JOINED = auto()  # a new life, complete: it has no KV and no state
-    PRESENT = auto()  # of the group that is there already
+    JOINED = auto()  # a new life: it has no KV and no state
+    PRESENT = auto()  # of the one that is there already
 
 
 @dataclass(slots=True)
@@ -32,85 +31,67 @@ class SentStep:
 
 
 class ExecutorLink:
-    """One executor group at a time, and the steps that it was given. Times are seconds of the caller's clock."""
+    """One executor at a time, and the steps that it was given. Times are seconds of the caller's clock.
 
-    def __init__(self, scheduler_incarnation: str, peer_timeout_s: float, num_ranks: int = 1) -> None:
+    If it is a group of ranks, its rank 0 is who is heard of here.
+    """
+
+    def __init__(self, scheduler_incarnation: str, peer_timeout_s: float) -> None:
         self.scheduler_incarnation = scheduler_incarnation
         self.peer_timeout_s = peer_timeout_s
-        self.num_ranks = num_ranks
-        self.incarnation: str | None = None
+        self.description: ExecutorReady | None = None  # what the present life said of itself
+        self.identity = b""  # its address
         self.num_lives = 0
-        self._ranks: dict[int, tuple[bytes, ExecutorReady]] = {}
         self._retired: set[str] = set()
         self._window: dict[int, SentStep] = {}  # in order of step_id
         self._last_heard_s = 0.0
         self._is_reachable = False
 
     @property
-    def is_complete(self) -> bool:
-        return len(self._ranks) == self.num_ranks
-
-    @property
-    def identities(self) -> list[bytes]:
-        """Return the addresses of all ranks: each gets every step."""
-        return [identity for identity, _ in self._ranks.values()]
-
-    @property
-    def description(self) -> ExecutorReady:
-        """Return what rank 0 said of itself; only when complete."""
-        return self._ranks[0][1]
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the group's: the least over its ranks."""
-        return min(ready.num_blocks for _, ready in self._ranks.values())
+    def incarnation(self) -> str | None:
+        """Return the present life's name; None while there is none."""
+        return self.description.executor_incarnation if self.description else None
 
     @property
     def num_in_flight(self) -> int:
         return len(self._window)
 
     def can_progress(self, now_s: float) -> bool:
-        """Return whether there is a group that can be reached and was heard of lately."""
-        return self.is_complete and self._is_reachable and now_s - self._last_heard_s <= self.peer_timeout_s
+        """Return whether there is an executor that can be reached and was heard of lately."""
+        return self._is_reachable and now_s - self._last_heard_s <= self.peer_timeout_s
 
     def arrive(self, identity: bytes, ready: ExecutorReady, now_s: float) -> Arrival:
-        """Take note of a rank that says it is there; a life not seen before ends the one before."""
-        if ready.executor_incarnation in self._retired or not 0 <= ready.rank < self.num_ranks:
+        """Take note of an executor that says it is there; a life not seen before ends the one before."""
+        if ready.executor_incarnation in self._retired:
             return Arrival.STALE
-        if ready.executor_incarnation != self.incarnation:
-            # A message that was delayed past the end of its sender must not end the life of a group that works.
+        is_new = ready.executor_incarnation != self.incarnation
+        if is_new:
+            # A message that was delayed past the end of its sender must not end the life of one that works.
             if self.can_progress(now_s) and ready.scheduler_incarnation != self.scheduler_incarnation:
                 return Arrival.NEWCOMER
             self.retire()
-            self.incarnation = ready.executor_incarnation
-        was_complete = self.is_complete
-        self._ranks[ready.rank] = (identity, ready)
+            self.num_lives += 1
+        self.description, self.identity = ready, identity
         self._hear(now_s)
-        if not self.is_complete:
-            return Arrival.FORMING
-        if was_complete:
-            return Arrival.PRESENT
-        self.num_lives += 1
-        return Arrival.JOINED
+        return Arrival.JOINED if is_new else Arrival.PRESENT
 
     def retire(self) -> None:
-        """End the group's life: what it did not answer will not be answered."""
+        """End the executor's life: what it did not answer will not be answered."""
         if self.incarnation is not None:
             self._retired.add(self.incarnation)
-        self.incarnation = None
-        self._ranks.clear()
+        self.description = None
         self._window.clear()
         self._is_reachable = False
 
     def welcome_newcomer(self, ready: ExecutorReady, next_step_id: int) -> Welcome:
         """Return what a newcomer must echo in its next ExecutorReady to show that it is alive."""
-        return Welcome(self.scheduler_incarnation, ready.executor_incarnation, ready.num_blocks, next_step_id)
+        return Welcome(self.scheduler_incarnation, ready.executor_incarnation, next_step_id)
 
     def welcome(self, next_step_id: int) -> Welcome:
         """Return the answer to ExecutorReady. `next_step_id` is that of the next step to be planned."""
         assert self.incarnation is not None
         first_step_id = self.oldest.step_id if self.oldest else next_step_id
-        return Welcome(self.scheduler_incarnation, self.incarnation, self.num_blocks, first_step_id)
+        return Welcome(self.scheduler_incarnation, self.incarnation, first_step_id)
 
     @property
     def oldest(self) -> SentStep | None:
@@ -150,7 +131,7 @@ class ExecutorLink:
             del self._window[cancelled]
 
     def hear(self, message: StepResult | StepFailed | NeedInit | Progress, now_s: float) -> None:
-        """Take a message of the group's life as a sign of it."""
+        """Take a message of the present life as a sign of it."""
         if message.executor_incarnation == self.incarnation:
             self._hear(now_s)
 
@@ -159,5 +140,5 @@ class ExecutorLink:
         self._is_reachable = True
 
     def mark_unreachable(self) -> None:
-        """Remember that the socket took nothing for the group; the next that is heard of it puts that right."""
+        """Remember that the socket took nothing for the executor; the next that is heard of it puts that right."""
         self._is_reachable = False

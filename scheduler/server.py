@@ -66,7 +66,7 @@ def open_server(
 
 
 class Server:
-    """One scheduler, its gateways and its executor group."""
+    """One scheduler, its gateways and its executor."""
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class Server:
         self.executors = Inbox(backend, decode_from_executor, "an executor", clock)
         self.link = ExecutorLink(self.incarnation, config.peer_timeout_s)
         self.scheduler: Scheduler | None = None  # until an executor has said what it holds
-        self.described: ExecutorReady | None = None  # what it said, rank 0 for all
-        self.num_blocks = 0  # of the group
+        self.described: ExecutorReady | None = None  # what it said
+        self.num_blocks = 0  # of its KV pool
         self._may_plan = False  # something has happened since there was nothing to plan
         self._is_draining = False  # from NeedInit until no step is in flight
         self._num_checked_steps = 0  # steps after which the accounts were last found to agree
@@ -166,17 +166,17 @@ class Server:
             case Arrival.NEWCOMER:
                 frames = [encode(self.link.welcome_newcomer(ready, self._next_step_id()))]
             case Arrival.JOINED:
-                self._on_executor_joined()
-                self._send_to_executors(self._welcome())
+                self._on_executor_joined(ready)
+                self._send_to_executor(self._welcome())
             case Arrival.PRESENT:
                 frames = [self._welcome(), *self.link.unanswered()]
         for frame in frames:
             try_send(self.backend, [identity, frame])
         self._may_plan = True
 
-    def _on_executor_joined(self) -> None:
-        """Take up work with a group that has no KV and no state."""
-        described, self.num_blocks = self.link.description, self.link.num_blocks
+    def _on_executor_joined(self, described: ExecutorReady) -> None:
+        """Take up work with an executor that has no KV and no state."""
+        self.num_blocks = described.num_blocks
         logger.info(
             "executor %s: %d blocks of %d tokens, up to %d tokens a sequence",
             self.link.incarnation,
@@ -253,7 +253,7 @@ class Server:
         """Tell the executor which step comes next, now that those before it are done or cancelled."""
         if self._is_draining:
             self._is_draining = False
-            self._send_to_executors(self._welcome())
+            self._send_to_executor(self._welcome())
 
     def _next_step_id(self) -> int:
         return self.scheduler.next_step_id if self.scheduler is not None else 1
@@ -261,10 +261,9 @@ class Server:
     def _welcome(self) -> bytes:
         return encode(self.link.welcome(self._next_step_id()))
 
-    def _send_to_executors(self, frame: bytes) -> None:
-        for identity in self.link.identities:
-            if not try_send(self.backend, [identity, frame]):
-                self.link.mark_unreachable()
+    def _send_to_executor(self, frame: bytes) -> None:
+        if not try_send(self.backend, [self.link.identity, frame]):
+            self.link.mark_unreachable()
 
     # Planning
 
@@ -279,7 +278,7 @@ class Server:
         return self._oldest_started_s + self._predictor.plan_after_s(self.link.oldest.size)
 
     def _plan(self) -> None:
-        """Plan one step, if there is one, and send it to every rank."""
+        """Plan one step, if there is one, and send it."""
         assert self.scheduler is not None
         assert self.link.incarnation is not None
         started_s = self.clock()
@@ -294,7 +293,7 @@ class Server:
         if not is_ahead:
             self._oldest_started_s = started_s
         self.link.add(SentStep(planned.step_id, frame, size, is_ahead))
-        self._send_to_executors(frame)
+        self._send_to_executor(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)
 

@@ -173,5 +173,5 @@ class Decoder(Module):
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return logits_SV, float32, of the given rows of `forward`'s result."""
+        """Return logits_SV, float32, of the given rows of `forward`'s result: on rank 0; all ranks must ask for it."""
         return self.lm_head(hidden_SE)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from executor.models.split import num_kv_heads_of_rank
 from executor.shards import Shard
 from kernels import Backend, GroupwiseWeight
 
@@ -36,18 +37,48 @@ class TensorParallel:
         return Shard(size, dim, self.rank, self.world_size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, which it may overwrite."""
-        if self.world_size > 1:
-            distributed.all_reduce(x, group=self.group)
-        return x
+        """Return the sum of every rank's `x`, which it may overwrite; on the CPU its bits depend on nothing else.
 
-    def concat(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, joined along the last dimension in the order of ranks."""
+        The ring that gloo sums along cuts a tensor by its length, so that a row's bits would depend on the batch:
+        there every rank adds all parts in the order of ranks.
+        """
         if self.world_size == 1:
+            return x
+        if x.device.type != "cpu":
+            distributed.all_reduce(x, group=self.group)
             return x
         parts = [torch.empty_like(x) for _ in range(self.world_size)]
         distributed.all_gather(parts, x, group=self.group)
-        return torch.cat(parts, dim=-1)
+        for part in parts[1:]:
+            parts[0] += part
+        return parts[0]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, joined along the last dimension in the order of ranks; only rank 0 gets more than
+        its own."""
+        if self.world_size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
+        distributed.gather(x, parts, dst=0, group=self.group)
+        return torch.cat(parts, dim=-1) if parts is not None else x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return `x`, overwritten by rank 0's."""
+        if self.world_size > 1:
+            distributed.broadcast(x, src=0, group=self.group)
+        return x
+
+    def wait(self) -> None:
+        """Return once every rank is here."""
+        self.least(0)
+
+    def least(self, number: int) -> int:
+        """Return the least of every rank's `number`, once every rank is here."""
+        if self.world_size == 1:
+            return number
+        least = torch.tensor(number)
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=self.group)
+        return int(least)
 
 
 ALONE = TensorParallel()
@@ -174,12 +205,8 @@ class QKVParallelLinear(Linear):
         backend: Backend,
     ) -> None:
         self.num_heads = parallel.share(num_heads, "num_attention_heads")
-        if parallel.world_size > num_kv_heads and parallel.world_size % num_kv_heads:
-            raise ValueError(f"{parallel.world_size} ranks cannot share {num_kv_heads} KV heads evenly")
-        num_kv_shards = min(parallel.world_size, num_kv_heads)
-        if num_kv_heads % num_kv_shards:
-            raise ValueError(f"num_key_value_heads ({num_kv_heads}) cannot be divided among {num_kv_shards} ranks")
-        self.num_kv_heads = num_kv_heads // num_kv_shards
+        self.num_kv_heads = num_kv_heads_of_rank(num_kv_heads, parallel.world_size)
+        num_kv_shards = num_kv_heads // self.num_kv_heads
         super().__init__(hidden_size, (self.num_heads + 2 * self.num_kv_heads) * head_dim, bias, backend)
         kv_index = parallel.rank * num_kv_shards // parallel.world_size
         kv_shard = Shard(num_kv_heads * head_dim, 0, kv_index, num_kv_shards)
@@ -259,7 +286,7 @@ class VocabParallelEmbedding(Layer):
 
 
 class LMHead(Linear):
-    """Logits of the whole vocabulary, float32; each rank computes those of its rows."""
+    """Logits of the whole vocabulary, float32, on rank 0; each rank computes those of its rows and gives them to it."""
 
     can_be_rounded = False
 
@@ -279,8 +306,7 @@ class LMHead(Linear):
         return True
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        logits_TN = self._product(x_TE, torch.float32)
-        return self.parallel.concat(logits_TN)[:, : self.vocab_size]
+        return self.parallel.gather(self._product(x_TE, torch.float32))[:, : self.vocab_size]
 
 
 def packed_weights(model: nn.Module) -> list[Any]:

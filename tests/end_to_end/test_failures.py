@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import psutil
 import pytest
 
-from tests.fakes.octavo_server import ROLES, Server, running_server
+from tests.fakes.octavo_server import ROLES, Server, Stream, running_server
 from tests.fakes.waiting import wait_until
 
-MODEL = "SmolLM2-135M-Instruct"
 FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--max-model-len", "2k", "--peer-timeout-s", "3")
 
 
@@ -24,46 +22,6 @@ def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     """One server for all deaths but its own: each test leaves it well."""
     with running_server(tmp_path_factory.mktemp("server"), *FLAGS) as server:
         yield server
-
-
-class Stream(threading.Thread):
-    """One streamed completion of `length` tokens, read in the background."""
-
-    def __init__(self, server: Server, prompt: str, length: int) -> None:
-        super().__init__(daemon=True)
-        self.texts: list[str] = []
-        self.finish_reasons: list[str] = []
-        self.usage: int | None = None
-        self.error: Exception | None = None
-        self._request = {
-            "model": MODEL,
-            "prompt": prompt,
-            "max_tokens": length,
-            "temperature": 0.8,
-            "seed": 5,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "extra_body": {"ignore_eos": True},
-        }
-        self._client = server.client()
-        self.start()
-
-    def run(self) -> None:
-        try:
-            for chunk in self._client.completions.create(**self._request):
-                if chunk.usage is not None:
-                    self.usage = chunk.usage.completion_tokens
-                for choice in chunk.choices:
-                    self.texts.append(choice.text)
-                    self.finish_reasons.extend([choice.finish_reason] if choice.finish_reason else [])
-        except (openai.OpenAIError, httpx.HTTPError) as error:
-            self.error = error
-
-    def result(self) -> tuple[str, list[str], int | None]:
-        self.join(120)
-        assert not self.is_alive(), "the stream did not end"
-        assert self.error is None
-        return "".join(self.texts), self.finish_reasons, self.usage
 
 
 @pytest.mark.parametrize("role", ["executor", "scheduler"])

@@ -64,7 +64,7 @@ def test_its_life(checkpoint, scheduler):
         ready = scheduler.receive()
         assert isinstance(ready, ExecutorReady)
         block_bytes = 3 * 2 * 2 * 16 * 4 * 4  # layers, keys and values, heads, head size, tokens, float32
-        assert (ready.rank, ready.num_blocks, ready.block_size) == (0, (1 << 20) // block_bytes, 4)
+        assert (ready.num_blocks, ready.block_size) == ((1 << 20) // block_bytes, 4)
         assert (ready.max_model_len, ready.vocab_size) == (256, 320)
         life = ready.executor_incarnation
         scheduler.welcome("s", life)
@@ -138,6 +138,8 @@ def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_1(tmp_path):
         ({"max_model_len": 1000}, "beyond what the model is made for: 256"),
         ({"kv_cache_memory_bytes": 10_000}, "--kv-cache-memory-bytes"),
         ({"num_threads": 4096}, "num_threads is 4096"),
+        ({"tensor_parallel_size": 3, "distributed_address": "file:///ranks"}, "can be split among 1, 2 or 4"),
+        ({"tensor_parallel_size": 2}, "tcp://HOST:PORT"),
     ],
 )
 def test_what_cannot_be_started_names_the_setting(checkpoint, settings, message):

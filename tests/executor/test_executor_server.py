@@ -1,6 +1,8 @@
 import pytest
 import zmq
 
+from executor.group import Relay
+from executor.models.layers import ALONE
 from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
@@ -8,7 +10,7 @@ from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.lazy_device import LazyDevice
 from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, share, step
 
-DESCRIPTION = ExecutorReady(0, EXECUTOR, 32, 4, 100, 64, "fingerprint")
+DESCRIPTION = ExecutorReady(EXECUTOR, 32, 4, 100, 64, "fingerprint")
 BLOCKS = [0, 1, 2, 3]
 
 
@@ -20,6 +22,17 @@ class Clock:
         return self.now_s
 
 
+class RecordingRelay(Relay):
+    """Rank 0's voice, to nobody: keeps what it says."""
+
+    def __init__(self):
+        super().__init__(ALONE)
+        self.sent = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+
 class Link:
     """A server that a test turns by hand, and the scheduler's side of its real socket."""
 
@@ -28,8 +41,9 @@ class Link:
         self.scheduler = FakeBackend()
         self.socket = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
+        self.relay = RecordingRelay()
         self.runner = make_runner(model, device=device)
-        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.clock)
+        self.server = Server(self.socket, self.runner, DESCRIPTION, self.progress, self.relay, self.clock)
 
     def ready(self):
         """Let half seconds pass until the scheduler hears ExecutorReady; one without a connection is lost."""
@@ -58,7 +72,7 @@ class Link:
         return received
 
     def welcome(self, scheduler=SCHEDULER, next_step_id=1, executor=EXECUTOR):
-        return self.exchange(Welcome(scheduler, executor, 32, next_step_id))
+        return self.exchange(Welcome(scheduler, executor, next_step_id))
 
     def restart_scheduler(self):
         """Replace the scheduler's process by another at the same address."""
@@ -116,6 +130,18 @@ def test_steps_are_done_in_the_order_of_their_numbers(link):
     results = link.exchange(*decode_steps(1, 4))
     assert ids(results) == [1, 2, 3, 4]
     assert len(tokens(results)) == 4
+
+
+def test_other_ranks_hear_once_of_what_is_acted_on(link):
+    """Whatever is lost, repeated or early on the link, they do the same steps in the same order."""
+    link.welcome()
+    steps = decode_steps(1, 4)
+    link.exchange(steps[1], steps[0], steps[0], *steps[2:])
+    assert link.relay.sent == [Welcome(SCHEDULER, EXECUTOR, 1), steps[0]]
+    link.welcome()
+    link.exchange(*steps)
+    link.welcome(scheduler="another", next_step_id=7)
+    assert link.relay.sent == [Welcome(SCHEDULER, EXECUTOR, 1), *steps, Welcome("another", EXECUTOR, 7)]
 
 
 def test_two_steps_may_be_queued(link):
@@ -366,7 +392,7 @@ def test_another_scheduler_gets_no_result_of_the_one_before(lazy):
     turn(lazy, *decode_steps(1, 1))
     lazy.restart_scheduler()
     lazy.ready()
-    assert turn(lazy, Welcome("scheduler-2", EXECUTOR, 32, 1)) == []
+    assert turn(lazy, Welcome("scheduler-2", EXECUTOR, 1)) == []
     lazy.runner.device.num_done = 9
     assert ids(turn(lazy, *decode_steps(1, 1, scheduler="scheduler-2"))) == [1]
 

@@ -30,6 +30,8 @@ def test_otherwise_a_share_of_what_may_be_used(tmp_path):
     assert (
         size_pool(Config(), 1 << 20, 1000, CPU, tmp_path).num_blocks == int(GIB * 0.4) >> 20
     )  # the share that the help states
+    shared = size_pool(Config(), 1 << 20, 400, CPU, tmp_path, num_sharing=3)
+    assert shared.num_blocks == int(GIB * 0.4) // 3 >> 20
 
 
 def test_no_room_for_one_sequence_names_the_numbers_and_the_flags():

@@ -51,7 +51,7 @@ class LockstepRank(TensorParallel):
     def sum(self, x: Tensor) -> Tensor:
         return torch.stack(self.lockstep.exchange(self.rank, x)).sum(0)
 
-    def concat(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return torch.cat(self.lockstep.exchange(self.rank, x), dim=-1)
 
 

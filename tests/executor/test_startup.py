@@ -33,7 +33,7 @@ def decoder(checkpoint):
 
 def runner_of(decoder, kv_dtype=torch.float32, device=None, **fields):
     config = Config(**{"block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 16} | fields)
-    return make_runner(config, decoder, 40, kv_dtype, REFERENCE, device or CpuDevice())
+    return make_runner(config, decoder, 40, kv_dtype, REFERENCE.backend, device or CpuDevice())
 
 
 def test_the_largest_step_has_as_many_tokens_and_sequences_as_a_scheduler_may_plan():

@@ -24,6 +24,13 @@ def test_without_a_topology_each_cpu_is_a_core(tmp_path):
     assert choose_num_threads(affinity={0, 3, 8}, root=tmp_path)[0] == 3
 
 
+@pytest.mark.parametrize(("num_sharing", "expected"), [(1, 4), (2, 2), (3, 1), (9, 1)])
+def test_executors_of_one_machine_divide_the_cores(num_sharing, expected, tmp_path):
+    root = write(tmp_path, FOUR_CORES)
+    assert choose_num_threads(affinity=range(8), root=root, num_sharing=num_sharing)[0] == expected
+    assert choose_num_threads(7, affinity=range(8), root=root, num_sharing=num_sharing)[0] == 7
+
+
 def test_what_is_set_wins(tmp_path):
     assert choose_num_threads(7, affinity={0}, root=tmp_path) == (7, "as set by num_threads")
 

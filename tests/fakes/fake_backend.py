@@ -70,8 +70,8 @@ class FakeBackend:
     def send_frame(self, frame: bytes) -> None:
         self._router.send_multipart([self.identity, frame])
 
-    def welcome(self, scheduler: str, executor: str, next_step_id: int = 1, num_blocks: int = 32) -> None:
-        self.send(Welcome(scheduler, executor, num_blocks, next_step_id))
+    def welcome(self, scheduler: str, executor: str, next_step_id: int = 1) -> None:
+        self.send(Welcome(scheduler, executor, next_step_id))
 
     def run(self, step: Step) -> StepResult:
         """Send a step and return its result."""

@@ -144,7 +144,6 @@ class FakeExecutor(PeerThread):
 
     def _ready(self) -> ExecutorReady:
         return ExecutorReady(
-            0,
             self.incarnation,
             self.kv.num_blocks,
             self.kv.block_size,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli import build_parser, main
+from octavo.cli import LAUNCHER_FIELDS, build_parser, main
 from protocol.config import FIELDS
 
 
@@ -24,7 +24,7 @@ def test_help_of_serve_names_every_setting_a_person_may_change(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
-    for name in FIELDS.keys() - {"frontend_address", "backend_address", "schedulers"}:
+    for name in FIELDS.keys() - set(LAUNCHER_FIELDS):
         assert f"--{name.replace('_', '-')}" in shown
 
 

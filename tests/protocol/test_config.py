@@ -90,6 +90,14 @@ def test_budget_below_the_batch_is_refused():
         load_config({}, {"max_num_seqs": 64, "max_num_batched_tokens": 63})
 
 
+def test_a_rank_beyond_the_group_is_refused():
+    assert load_config({}, {"rank": 2, "tensor_parallel_size": 3}).rank == 2
+    with pytest.raises(ConfigError, match=r"rank \(3\) must be below tensor_parallel_size \(3\)"):
+        load_config({}, {"rank": 3, "tensor_parallel_size": 3})
+    with pytest.raises(ConfigError, match="an address such as tcp://"):
+        load_config({}, {"distributed_address": "host:1"})
+
+
 def test_flags_that_were_not_given_leave_no_trace():
     assert parse_flags() == {}
     assert parse_flags("--port", "9", "--no-async-scheduling", "--api-key", "a", "--api-key", "b") == {

@@ -197,7 +197,7 @@ def test_what_is_no_message_is_one_kind_of_error(decode, frame):
 
 
 def test_an_executor_that_holds_nothing_is_no_message():
-    good = ExecutorReady(0, "e", 4, 16, 100, 50, "f")
+    good = ExecutorReady("e", 4, 16, 100, 50, "f")
     fields = msgspec.msgpack.decode(messages.encode(good))
     for index, bad in [(3, 0), (3, -1), (3, 2**31), (4, 0), (5, 0), (6, -5)]:
         with pytest.raises(msgspec.ValidationError):

@@ -9,8 +9,8 @@ from scheduler.stats import StepSize
 SIZE = StepSize(1, 1, has_prompt=False)
 
 
-def ready(incarnation: str = "e1", *, rank: int = 0, num_blocks: int = 10, welcomed_by: str = "") -> ExecutorReady:
-    return ExecutorReady(rank, incarnation, num_blocks, 4, 100, 1000, "model", welcomed_by)
+def ready(incarnation: str = "e1", *, welcomed_by: str = "") -> ExecutorReady:
+    return ExecutorReady(incarnation, 10, 4, 100, 1000, "model", welcomed_by)
 
 
 def result(step_id: int, executor: str = "e1", scheduler: str = "s1") -> StepResult:
@@ -38,14 +38,14 @@ def test_nobody_there():
     link = ExecutorLink("s1", peer_timeout_s=10.0)
     assert not link.can_progress(0.0)
     assert not link.is_current(result(1))
-    assert link.identities == []
+    assert link.incarnation is None
 
 
 def test_an_executor_joins_once(link):
     assert link.can_progress(0.0)
     assert link.arrive(b"one", ready(), 0.0) is Arrival.PRESENT
-    assert (link.num_blocks, link.num_lives, link.incarnation) == (10, 1, "e1")
-    assert link.welcome(1) == Welcome("s1", "e1", 10, 1)
+    assert (link.description, link.num_lives, link.incarnation) == (ready(), 1, "e1")
+    assert link.welcome(1) == Welcome("s1", "e1", 1)
 
 
 def test_results_come_out_in_the_order_of_steps(link):
@@ -106,9 +106,9 @@ def test_a_restarted_executor_takes_over_once_it_echoes(link):
     put_in_flight(link, 1)
     assert link.arrive(b"two", ready("e2"), 1.0) is Arrival.NEWCOMER
     assert link.incarnation == "e1"
-    assert link.welcome_newcomer(ready("e2", num_blocks=8), 2) == Welcome("s1", "e2", 8, 2)
+    assert link.welcome_newcomer(ready("e2"), 2) == Welcome("s1", "e2", 2)
     assert link.arrive(b"two", ready("e2", welcomed_by="s1"), 1.5) is Arrival.JOINED
-    assert (link.incarnation, link.identities, link.num_in_flight, link.num_lives) == ("e2", [b"two"], 0, 2)
+    assert (link.incarnation, link.identity, link.num_in_flight, link.num_lives) == ("e2", b"two", 0, 2)
     assert not link.is_current(result(1))
     assert link.arrive(b"one", ready(welcomed_by="s1"), 2.0) is Arrival.STALE
 
@@ -153,26 +153,5 @@ def test_unreachable_until_heard(link):
     assert not link.can_progress(0.0)
     assert link.arrive(b"one again", ready(), 1.0) is Arrival.PRESENT
     assert link.can_progress(1.0)
-    assert link.identities == [b"one again"]
+    assert link.identity == b"one again"
     assert link.unanswered() == [b"step 1"]
-
-
-def test_a_group_is_complete_when_all_ranks_are_there():
-    link = ExecutorLink("s1", peer_timeout_s=10.0, num_ranks=2)
-    assert link.arrive(b"zero", ready(num_blocks=12), 0.0) is Arrival.FORMING
-    assert not link.can_progress(0.0)
-    assert link.arrive(b"one", ready(rank=1, num_blocks=9), 0.0) is Arrival.JOINED
-    assert link.num_blocks == 9
-    assert link.identities == [b"zero", b"one"]
-    assert link.welcome(1).num_blocks == 9
-    assert link.arrive(b"two", ready(rank=2), 0.0) is Arrival.STALE
-
-
-def test_a_new_life_of_one_rank_ends_the_group():
-    link = ExecutorLink("s1", peer_timeout_s=10.0, num_ranks=2)
-    for rank in (0, 1):
-        link.arrive(b"old %d" % rank, ready(rank=rank), 0.0)
-    assert link.arrive(b"new 1", ready("e2", rank=1, welcomed_by="s1"), 1.0) is Arrival.FORMING
-    assert not link.can_progress(1.0)
-    assert link.arrive(b"old 0", ready(rank=0), 1.0) is Arrival.STALE
-    assert link.arrive(b"new 0", ready("e2"), 1.0) is Arrival.JOINED

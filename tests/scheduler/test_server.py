@@ -267,7 +267,7 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
         ):
             for frames in ([b""], [b"\xc1"], [b"x", b"y"], [b"", b"", b""], [bytes(1 << 20)]):
                 socket.send_multipart(frames)
-            socket.send_multipart([encode(ExecutorReady(0, "", 0, 0, 0, 0, ""))[:-1]])
+            socket.send_multipart([encode(ExecutorReady("", 0, 0, 0, 0, ""))[:-1]])
             assert_served(gateway)
             wait_until(lambda: any("dropped what" in record.message for record in caplog.records))
         num_complaints = sum("dropped what" in record.message for record in caplog.records)

@@ -1,0 +1,144 @@
+"""The ranks of a tensor-parallel executor: how they meet, and how rank 0 has the others do what it does.
+
+Rank 0 alone speaks to the scheduler. It hands every message that it acts on to the others, through the process group:
+so all ranks do the same steps in the same order, whatever is lost or sent again on the scheduler's link. The others
+hold the same soft state, give their parts of each step, and learn from rank 0 which tokens were sampled. A rank whose
+peer is gone raises: the group lives and dies together.
+"""
+
+import hashlib
+import os
+import socket
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+from torch import distributed
+
+from executor.models import TensorParallel
+from executor.models.layers import ALONE
+from executor.runner import ModelRunner
+from protocol.config import Config
+from protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode
+
+# Between two signs of life. A peer whose connection closes is noticed at once; this is for one that loads for long, or
+# whose machine is gone without a word.
+TIMEOUT = timedelta(minutes=30)
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
+
+
+class GroupLostError(Exception):
+    """Another rank has ended; this one has nothing left to do."""
+
+
+def join_group(config: Config, device: torch.device) -> TensorParallel:
+    """Return this process's place in its group once all ranks are there.
+
+    Raises ValueError if they cannot meet.
+    """
+    if config.tensor_parallel_size == 1:
+        return ALONE
+    if not config.distributed_address:
+        raise ValueError("tensor_parallel_size needs distributed_address: where the ranks meet, tcp://HOST:PORT")
+    if is_local(config):
+        # A machine's own name need not lead to an address of it.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    try:
+        distributed.init_process_group(
+            "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl",
+            init_method=config.distributed_address,
+            rank=config.rank,
+            world_size=config.tensor_parallel_size,
+            timeout=TIMEOUT,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"the ranks cannot meet at {config.distributed_address}: {error}") from None
+    return TensorParallel(config.rank, config.tensor_parallel_size, distributed.group.WORLD)
+
+
+def is_local(config: Config) -> bool:
+    """Return whether all ranks are on this machine, and share its cores and memory."""
+    address = urlsplit(config.distributed_address)
+    return address.scheme != "tcp" or address.hostname in LOOPBACK_HOSTS
+
+
+def num_local_ranks(config: Config) -> int:
+    """Return how many ranks share this machine; those of a group on several machines count as one on each."""
+    return config.tensor_parallel_size if is_local(config) else 1
+
+
+def own_device(config: Config, device: torch.device) -> torch.device:
+    """Return the device of this rank: on GPUs, the one of its number. Raises ValueError if there are not enough."""
+    if device.type == "cpu" or config.tensor_parallel_size == 1:
+        return device
+    num_devices = torch.cuda.device_count()
+    if num_devices < num_local_ranks(config):
+        raise ValueError(f"tensor_parallel_size {config.tensor_parallel_size} needs as many GPUs; found: {num_devices}")
+    own = torch.device(device.type, config.rank % num_devices)
+    torch.cuda.set_device(own)
+    return own
+
+
+def check_agreement(parallel: TensorParallel, *settings: object) -> None:
+    """Raise ValueError if a rank was started with another model or other `settings` than the rest."""
+    digest = hashlib.sha256(repr(settings).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")
+    least, most = parallel.least(number), -parallel.least(-number)  # a rank that left early would leave others waiting
+    if least != most:
+        raise ValueError("the ranks of this executor were started with different models or settings")
+
+
+class Relay:
+    """Rank 0's voice to the others. Each method raises GroupLostError if one of them is gone."""
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        self._parallel = parallel
+
+    def send(self, message: ToExecutor) -> None:
+        """Have the other ranks act on `message`, as this one is about to do."""
+        if self._parallel.world_size > 1:
+            self._broadcast(encode(message))
+
+    def keep_alive(self) -> None:
+        """Let the others know that there is nothing to do."""
+        if self._parallel.world_size > 1:
+            self._broadcast(b"")
+
+    def _broadcast(self, frame: bytes) -> None:
+        try:
+            self._parallel.broadcast(torch.tensor(len(frame)))
+            if frame:
+                self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
+        except RuntimeError as error:
+            raise GroupLostError(f"another rank has ended: {_cause(error)}") from None
+
+
+def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
+    """Do what rank 0 does, for ever. Raises GroupLostError when it is gone, and what a step raises."""
+    while True:
+        frame = _receive(parallel)
+        match decode_to_executor(frame) if frame else None:
+            case Welcome():
+                runner.reset()
+            case Step() as step:
+                runner.launch(step)
+
+
+def _receive(parallel: TensorParallel) -> bytes:
+    """Return what rank 0 sends next; empty if it only says that it is there."""
+    try:
+        num_bytes = int(parallel.broadcast(torch.tensor(0)))
+        if not num_bytes:
+            return b""
+        return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
+    except RuntimeError as error:
+        raise GroupLostError(f"rank 0 has ended: {_cause(error)}") from None
+
+
+def _cause(error: RuntimeError) -> str:
+    """Return what gloo found, without its guesses why."""
+    return str(error).partition(". This is")[0]
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")

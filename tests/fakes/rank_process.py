@@ -1,0 +1,31 @@
+"""`python -m tests.fakes.rank_process CONFIG...`: a rank of one executor after the other, for RankGroups.
+
+Each CONFIG is a Config as JSON. A life ends when its rank 0 is gone; it must not end otherwise.
+"""
+
+import sys
+
+import kernels  # noqa: F401  (before torch: one OpenMP runtime)
+
+# isort: split
+import msgspec
+from torch import distributed
+
+from executor.group import GroupLostError, follow
+from executor.startup import start_executor
+from protocol.config import Config
+
+
+def main() -> None:
+    for text in sys.argv[1:]:
+        runner = start_executor(msgspec.json.decode(text, type=Config)).runner
+        try:
+            follow(runner, runner.parallel)
+        except GroupLostError as error:
+            print(error, flush=True)
+        del runner
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
