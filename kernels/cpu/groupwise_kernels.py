@@ -202,17 +202,15 @@ def _multiply_pair(scratch, x_start, width, row):
 def _multiply_rows(product, panel, num_rows, scratch):
     """Add the products of a block's rows with a panel to their sums."""
     stride = _rows_of_block(product)
+    in_groups = (num_rows + ROWS - 1 - FEW) // ROWS * ROWS  # what is left is done in pairs
     for first in range(0, product.num_inputs, TILE):
         end = min(first + TILE, product.num_inputs)
         _dequantize(product, panel, first, end, scratch.weights_KN)
-        row, x_start = 0, first // TILE * stride * TILE
-        while row < num_rows:
-            if num_rows - row > FEW:
-                _multiply_group(scratch, x_start + row * TILE, end - first, row)
-                row += ROWS
-            else:
-                _multiply_pair(scratch, x_start + row * TILE, end - first, row)
-                row += 2
+        x_start = first // TILE * stride * TILE
+        for row in range(0, in_groups, ROWS):
+            _multiply_group(scratch, x_start + row * TILE, end - first, row)
+        for row in range(in_groups, num_rows, 2):
+            _multiply_pair(scratch, x_start + row * TILE, end - first, row)
 
 
 @routine(forceinline=True)
