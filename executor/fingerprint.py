@@ -5,15 +5,20 @@ from pathlib import Path
 
 import torch
 
-from executor.models.config import ModelConfig
-from executor.models.rotary import rotary_frequencies
+from executor.models import ModelDescription
 from executor.weights import checkpoint_files
 
 HEADER_LENGTH_BYTES = 8
 
 
 def model_fingerprint(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, *, max_model_len: int, load_format: str, seed: int = 0
+    directory: Path,
+    config: ModelDescription,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    load_format: str,
+    seed: int = 0,
 ) -> str:
     """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
 
@@ -22,11 +27,10 @@ def model_fingerprint(
     header are not noticed. Raises ValueError if a file is missing or damaged.
     """
     digest = hashlib.sha256()
-    inv_freq, attention_factor = rotary_frequencies(config.rope, config.head_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
         str(dtype).encode(),
-        repr((inv_freq.tolist(), attention_factor)).encode(),
+        config.frequencies(max_model_len).encode(),
         *([f"dummy {seed}".encode()] if load_format == "dummy" else map(_describe, checkpoint_files(directory))),
     ]
     for part in parts:

@@ -14,8 +14,7 @@ import kernels
 from executor.dtypes import choose_dtype
 from executor.fingerprint import model_fingerprint
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
-from executor.models import Decoder, ModelConfig, load_model, read_model_config
-from executor.models.layers import Linear
+from executor.models import LoadedModel, ModelDescription, load_model, read_model_config
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
@@ -56,7 +55,7 @@ def start_executor(config: Config) -> Executor:
     with phase("configuration"):
         if not config.model:
             raise ValueError("no model: set --model to its directory")
-        model_config = read_model_config(directory)
+        model_config = read_model_config(directory, trust_remote_code=config.trust_remote_code)
         max_model_len = choose_max_model_len(config.max_model_len, model_config)
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
@@ -83,7 +82,7 @@ def start_executor(config: Config) -> Executor:
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     progress = StepProgress()
-    for layer in model.model.layers:
+    for layer in model.layers:
         layer.register_forward_hook(progress.count_layer)
     description = ExecutorReady(
         rank=0,
@@ -97,7 +96,7 @@ def start_executor(config: Config) -> Executor:
     return Executor(runner, description, progress)
 
 
-def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> int:
+def choose_max_model_len(requested: int | None, model_config: ModelDescription) -> int:
     """Return the longest sequence to serve. Raises ValueError if the model is not made for what is requested."""
     longest = model_config.longest_sequence_tokens
     if requested is not None and requested > longest:
@@ -128,7 +127,7 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     runner.reset()
 
 
-def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _choose_dtype(config: Config, model_config: ModelDescription, device: torch.device) -> torch.dtype:
     has_bfloat16 = device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16)
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
@@ -136,11 +135,10 @@ def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.devic
 
 
 def _refuse_impossible(
-    config: Config, model_config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
+    config: Config, model_config: ModelDescription, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError, before minutes of loading, for a KV pool that cannot be, whatever the weights take."""
-    shapes = [(model_config.num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
-    size_pool(config, block_bytes(shapes, config.block_size, dtype), max_model_len, device)
+    size_pool(config, block_bytes(model_config.kv_shapes, config.block_size, dtype), max_model_len, device)
     if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
         logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
 
@@ -151,14 +149,13 @@ def _choose_threads(config: Config) -> None:
     logger.info("%d threads: %s", num_threads, reason)
 
 
-def _log_weights(model: Decoder) -> None:
-    products = [module.packed for module in model.modules() if isinstance(module, Linear)]
-    num_bytes = sum(held.nbytes for held in (*model.parameters(), *products))
-    logger.info("%.1f MiB of weights; products: %s", num_bytes / 2**20, products[0].form)
+def _log_weights(model: LoadedModel) -> None:
+    num_bytes = sum(held.nbytes for held in (*model.parameters(), *model.products))
+    logger.info("%.1f MiB of weights; products: %s", num_bytes / 2**20, model.products[0].form)
 
 
 def _make_runner(
-    config: Config, model: Decoder, max_model_len: int, dtype: torch.dtype, chosen: ChosenBackend
+    config: Config, model: LoadedModel, max_model_len: int, dtype: torch.dtype, chosen: ChosenBackend
 ) -> ModelRunner:
     device = chosen.device
     shapes: list[KVShape] = model.kv_shapes
