@@ -65,8 +65,20 @@ def load_model(
     be read; it names the tensor and the file.
     """
     if not isinstance(config, ModelConfig):
-        return _load_borrowed(
-            directory, config, dtype, max_model_len, load_format, seed, backend, parallel, device, progress
+        from executor.models.borrowed import BorrowedConfig, load_borrowed
+
+        assert isinstance(config, BorrowedConfig)
+        _refuse_ranks(config, parallel)
+        return load_borrowed(
+            directory,
+            config,
+            dtype,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            seed=seed,
+            backend=backend,
+            device=device,
+            progress=progress,
         )
     cos_sin_PR = rotary_table(config.rope, config.head_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, backend, parallel)
@@ -78,34 +90,9 @@ def load_model(
     return model
 
 
-def _load_borrowed(
-    directory: Path,
-    config: ModelDescription,
-    dtype: torch.dtype,
-    max_model_len: int,
-    load_format: str,
-    seed: int,
-    backend: Backend,
-    parallel: TensorParallel,
-    device: torch.device,
-    progress: bool | None,
-) -> LoadedModel:
-    from executor.models.borrowed import BorrowedConfig, load_borrowed
-
-    assert isinstance(config, BorrowedConfig)
+def _refuse_ranks(config: ModelDescription, parallel: TensorParallel) -> None:
     if parallel.world_size > 1:
         raise ValueError(
             f"tensor_parallel_size {parallel.world_size}: {config.architecture} runs through transformers' modelling"
             f" code, which cannot be split; only these can: {', '.join(ARCHITECTURES)}"
         )
-    return load_borrowed(
-        directory,
-        config,
-        dtype,
-        max_model_len=max_model_len,
-        load_format=load_format,
-        seed=seed,
-        backend=backend,
-        device=device,
-        progress=progress,
-    )

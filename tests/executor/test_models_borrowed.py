@@ -3,108 +3,21 @@
 As in test_models.py, the reference is one forward pass of transformers over prompt and output.
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor
 
-from executor.models import LoadedModel, load_model, read_model_config
-from kernels import cpu
-from tests.fakes.checkpoints import TINY, make_checkpoint
+from executor.fingerprint import model_fingerprint
+from executor.models import read_model_config
+from protocol.sampling import SamplingParams
+from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.paged_decoding import assert_greedy, greedy_tokens
+from tests.fakes.scheduler_with_runner import SchedulerWithRunner
 
-MAX_MODEL_LEN = 56
 LENGTHS = (3, 21, 40)  # of prompts
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-}
-GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 96}
-UNTIED = {"tie_word_embeddings": False}
-
-
-def rope(**parameters: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
-
-
-LONGROPE = rope(
-    rope_type="longrope",
-    short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
-    long_factor=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0],
-    original_max_position_embeddings=32,
-) | {"original_max_position_embeddings": 32}
-
-
-@dataclass
-class Case:
-    architecture: str
-    config: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
-
-
-CASES = {
-    "cohere2": Case("Cohere2ForCausalLM", SLIDING | {"logit_scale": 0.3}),
-    "deepseek-v3": Case("DeepseekV3ForCausalLM", LATENT | ROUTED | {"first_k_dense_replace": 1}),
-    "ernie4.5": Case("Ernie4_5ForCausalLM", {"head_dim": 16}),
-    "exaone4": Case("Exaone4ForCausalLM", SLIDING),
-    "gemma": Case("GemmaForCausalLM", {"head_dim": 16}),
-    "gemma2": Case(
-        "Gemma2ForCausalLM",
-        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0} | UNTIED,
-        seed=1,
-    ),
-    "gemma3": Case("Gemma3ForCausalLM", SLIDING | {"head_dim": 16} | UNTIED),
-    "glm": Case("GlmForCausalLM", {"head_dim": 16}),
-    "glm4": Case("Glm4ForCausalLM", {"head_dim": 16}),
-    "glm4-moe": Case("Glm4MoeForCausalLM", ROUTED | {"head_dim": 16}),
-    "gpt-neox": Case("GPTNeoXForCausalLM"),
-    "gpt-oss": Case("GptOssForCausalLM", SLIDING | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "gpt2": Case("GPT2LMHeadModel", GPT2 | UNTIED),
-    "granite": Case(
-        "GraniteForCausalLM", {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
-    ),
-    "mixtral": Case("MixtralForCausalLM", {"num_local_experts": 4}),
-    "nemotron": Case("NemotronForCausalLM"),
-    "olmo2": Case("Olmo2ForCausalLM", seed=1),
-    "olmo2-dynamic": Case("Olmo2ForCausalLM", {"max_position_embeddings": 40, **rope(rope_type="dynamic", factor=4.0)}),
-    "opt": Case("OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 64} | UNTIED),
-    "phi": Case("PhiForCausalLM"),
-    "phi3": Case("Phi3ForCausalLM", {"sliding_window": 9}),
-    "phi3-longrope": Case("Phi3ForCausalLM", LONGROPE | {"sliding_window": None}),
-    "phimoe": Case("PhimoeForCausalLM", {"num_local_experts": 4}),
-    "qwen2-moe": Case("Qwen2MoeForCausalLM", EXPERTS | {"shared_expert_intermediate_size": 48}),
-    "qwen3-moe": Case("Qwen3MoeForCausalLM", EXPERTS | {"head_dim": 16}),
-    "smollm3": Case("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
-    "stablelm": Case("StableLmForCausalLM"),
-    "starcoder2": Case("Starcoder2ForCausalLM", {"sliding_window": 9} | UNTIED),
-}
-
-
-def write(directory: Path, case: Case, **options: Any) -> Path:
-    return make_checkpoint(
-        directory, case.architecture, seed=case.seed, **{"num_hidden_layers": 2} | case.config, **options
-    )
-
-
-def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
-    options = {"max_model_len": MAX_MODEL_LEN, "backend": cpu, "progress": False} | options
-    return load_model(directory, read_model_config(directory), dtype, **options)
-
-
-def random_prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, TINY["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
 
 
 @torch.inference_mode()
@@ -126,3 +39,36 @@ def test_greedy_tokens_equal_those_of_transformers(case: Case, tmp_path: Path) -
     wholes = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
     for prompt, output, logits_TV in zip(prompts, outputs, reference_logits(tmp_path, wholes), strict=True):
         assert_greedy(logits_TV[len(prompt) - 1 : -1], output)
+
+
+@pytest.mark.parametrize("max_model_len", [24, 56])
+def test_frequencies_are_those_of_max_model_len(max_model_len: int, tmp_path: Path) -> None:
+    """A short sequence is computed with the long factors too if long ones may come, and only then."""
+    directory = write(tmp_path, CASES["phi3-longrope"])
+    [prompt] = random_prompts(20)
+    [output] = greedy_tokens(load(directory, max_model_len=max_model_len), [prompt], [4], chunk_size=20)
+    longest = [prompt + output + [0] * (max_model_len - 24)]
+    assert_greedy(reference_logits(directory, longest)[0, 19:23], output)
+    config = read_model_config(directory)
+    fingerprints = {
+        model_fingerprint(directory, config, torch.float32, max_model_len=length, load_format="auto")
+        for length in (24, 32, 33, 56)
+    }
+    assert len(fingerprints) == 2
+
+
+def test_preemptions_and_prefix_hits_do_not_change_the_tokens(tmp_path: Path) -> None:
+    model = load(write(tmp_path, CASES["cohere2"]))
+    greedy = SamplingParams(max_tokens=16, seed=0, temperature=0.0)
+    requests = [(prompt, greedy) for prompt in random_prompts(8, 30, 19, 25)]
+    alone = [
+        SchedulerWithRunner(model, torch.float32, enable_prefix_caching=False).generate([request])[0].token_ids
+        for request in requests
+    ]
+    engine = SchedulerWithRunner(
+        model, torch.float32, block_size=4, num_blocks=20, max_model_len=MAX_MODEL_LEN, max_num_seqs=4
+    )
+    assert [result.token_ids for result in engine.generate(requests)] == alone
+    assert engine.scheduler.counters.num_preemptions > 0
+    [again] = engine.generate(requests[-1:])
+    assert (again.token_ids, again.num_cached_tokens) == (alone[-1], 24)

@@ -21,6 +21,7 @@ from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static, rotary_frequencies, stretched_tokens
 
 AUTO_CLASS = "AutoModelForCausalLM"
+WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What modelling code raises where it does something else than a decoder on the meta device.
 FAILURES = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
@@ -47,6 +48,7 @@ class BorrowedConfig:
     default_max_model_len: int
     longest_sequence_tokens: int
     layers: tuple[LayerLayout, ...]
+    widened_from: str | None  # a form of few bits that transformers widens while it loads the weights
     body_path: str  # of the module that computes hidden states, in the causal language model
     body_output: Any  # what it returns them in
 
@@ -90,7 +92,7 @@ def _resolve(directory: Path, architecture: str, trust_remote_code: bool) -> tup
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=not known, local_files_only=True)
     except (StrictDataclassError, OSError, *FAILURES) as error:
-        raise ValueError(f"{directory / 'config.json'}: transformers cannot read it: {_line(error)}") from None
+        _refuse(architecture, f"transformers cannot read {directory / 'config.json'}: {_line(error)}")
     if known:
         return getattr(transformers, architecture), config
     return get_class_from_dynamic_module(auto_map[AUTO_CLASS], directory, local_files_only=True), config
@@ -101,11 +103,15 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
         _refuse(architecture, "it is an encoder and a decoder")
     if config.get_text_config() is not config:
         _refuse(architecture, "it takes more than text")
-    if quantization := getattr(config, "quantization_config", None):
-        method = quantization.get("quant_method", "unnamed")
-        raise ValueError(f"quantization_config is not supported (its quant_method is {method!r})")
+    if (method := _quant_method(config)) not in (None, *WIDENED):
+        _refuse(architecture, f"its quantization_config is not (quant_method {method!r})")
     if (config.dtype or torch.float32) not in DTYPES:
-        raise ValueError(f"dtype {config.dtype} is not supported; supported: float32, bfloat16, float16")
+        _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
+
+
+def _quant_method(config: Any) -> str | None:
+    quantization = getattr(config, "quantization_config", None)
+    return quantization.get("quant_method", "unnamed") if quantization else None
 
 
 def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
@@ -138,6 +144,7 @@ def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
         vocab_size=_count(architecture, config, "vocab_size"),
         default_max_model_len=default,
         longest_sequence_tokens=longest,
+        widened_from=_quant_method(config),
         layers=tuple(LayerLayout(paths[id(layer.module)], layer.kv_shape, layer.sliding_window) for layer in layers),
         body_path=body_path,
         body_output=body_output,

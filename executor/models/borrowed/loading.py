@@ -1,5 +1,6 @@
 """From a checkpoint directory to a model of transformers that is filled, packed, and tried out."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from tqdm import tqdm
 from executor.inputs import StepInputs
 from executor.models.borrowed import attention
 from executor.models.borrowed.attention import UnsupportedModelError
-from executor.models.borrowed.config import BorrowedConfig
+from executor.models.borrowed.config import WIDENED, BorrowedConfig
 from executor.models.borrowed.decoder import BorrowedDecoder, RoundWeight, is_product, pack_products
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static
@@ -19,7 +20,9 @@ from executor.models.layers import Shard
 from executor.weights import DummyWeights, checkpoint_files, listed
 from kernels import Backend, reference
 
-# T tokens, S sequences, V vocabulary
+# T tokens, V vocabulary
+
+logger = logging.getLogger(__name__)
 
 TRIAL_BLOCK_SIZE = 4
 # Relative deviation of logits, in the median over tokens: rounding stays far below, a mix-up of tokens far above.
@@ -55,26 +58,33 @@ def load_borrowed(
     with tqdm(total=num_products, desc="packing weights", unit="layer", disable=disable) as bar:
         pack_products(causal_model, backend, round_weight=round_weight, progress=bar.update)
     model = BorrowedDecoder(config, causal_model, backend)
-    assert_agrees(model, dtype, max_model_len, device)
+    deviation = assert_agrees(model, dtype, max_model_len, device)
+    logger.info(
+        "%s runs through transformers' modelling code; a trial deviates by %.1g from its own attention",
+        config.architecture,
+        deviation,
+    )
     return model
 
 
-def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> None:
-    """Compare a few packed tokens with transformers' own attention; raises UnsupportedModelError if they differ.
+def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> float:
+    """Return by how much the logits of a few packed tokens deviate from those with transformers' own attention.
 
-    Whatever else than attention reaches from token to token or to the largest position would show here.
+    Raises UnsupportedModelError if that is more than rounding: whatever else than attention reaches from token to
+    token, or depends on the largest position of a batch, shows here.
     """
     near, far = min(6, max_model_len), min(3, max_model_len)
     ids = torch.arange(near + far, device=device) % model.vocab_size
     whole, tail = torch.arange(near, device=device), torch.arange(max_model_len - far, max_model_len, device=device)
     expected_TV = torch.cat([_eager_logits(model, ids[:near], whole), _eager_logits(model, ids[near:], tail)])
     logits_TV = _paged_logits(model, ids, whole, tail, dtype)
-    deviation = ((logits_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median().item()
+    deviation: float = ((logits_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median().item()
     if not deviation <= TOLERANCE.get(dtype, TOLERANCE_OF_SHORT_TYPES):
         raise UnsupportedModelError(
             f"{model.config.architecture} is not supported: with paged attention and several sequences in one batch its"
             f" logits deviate by {deviation:.2g} (relative) from those with transformers' own attention"
         )
+    return deviation
 
 
 def _dummy(config: BorrowedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
@@ -93,6 +103,10 @@ def _read(
 ) -> Any:
     """Return the model with the directory's weights; transformers knows which tensors are renamed or fused."""
     checkpoint_files(directory)  # says what is missing
+    widening = {}
+    if config.widened_from:
+        logger.info("%s weights are widened to %s", config.widened_from, dtype)
+        widening = {"quantization_config": WIDENED[config.widened_from]}
     with quiet(progress, "loading weights"):
         try:
             causal_model, found = config.model_class.from_pretrained(
@@ -103,6 +117,7 @@ def _read(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                **widening,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
             raise ValueError(f"{directory}: transformers cannot load the weights: {error}") from None
