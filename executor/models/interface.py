@@ -1,6 +1,6 @@
 """What both tiers of models are to the rest of the executor: a description before the weights, and a model after."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -52,7 +52,7 @@ class LoadedModel(Protocol):
         """Each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
 
     @property
-    def layers(self) -> Sequence[nn.Module] | nn.ModuleList:
+    def layers(self) -> Iterable[nn.Module]:
         """One module for each layer, called once in a forward pass."""
 
     @property

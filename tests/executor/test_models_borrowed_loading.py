@@ -196,7 +196,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Ten
         ("BartForCausalLM", {"is_encoder_decoder": True}, "it is an encoder and a decoder"),
         ("T5ForConditionalGeneration", {}, "transformers has it, but not as a decoder of text"),
         ("Gemma3ForConditionalGeneration", {}, "it takes more than text"),
-        ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq"}}, "quantization_config is not"),
+        ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
         ("NobodyForCausalLM", {"model_type": "nobody"}, f"transformers {transformers.__version__} does not know it"),
         ("GemmaForCausalLM", {"model_type": "nobody"}, "transformers cannot read"),
         ("GemmaForCausalLM", {"head_dim": "many"}, "transformers cannot read"),

@@ -23,7 +23,7 @@ from executor.models.borrowed.rotary import make_rotary_static, rotary_frequenci
 AUTO_CLASS = "AutoModelForCausalLM"
 WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What modelling code raises where it does something else than a decoder on the meta device.
+# What modelling code raises where it is not made for what is asked of it here.
 FAILURES = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
 
 
@@ -92,10 +92,13 @@ def _resolve(directory: Path, architecture: str, trust_remote_code: bool) -> tup
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=not known, local_files_only=True)
     except (StrictDataclassError, OSError, *FAILURES) as error:
-        _refuse(architecture, f"transformers cannot read {directory / 'config.json'}: {_line(error)}")
+        _refuse(architecture, f"transformers cannot read {directory / 'config.json'}: {line_of(error)}")
     if known:
         return getattr(transformers, architecture), config
-    return get_class_from_dynamic_module(auto_map[AUTO_CLASS], directory, local_files_only=True), config
+    try:
+        return get_class_from_dynamic_module(auto_map[AUTO_CLASS], directory, local_files_only=True), config
+    except (ImportError, OSError, SyntaxError, *FAILURES) as error:
+        _refuse(architecture, f"its modelling code cannot be loaded: {line_of(error)}")
 
 
 def _refuse_unsupported(architecture: str, config: Any) -> None:
@@ -104,7 +107,7 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
     if config.get_text_config() is not config:
         _refuse(architecture, "it takes more than text")
     if (method := _quant_method(config)) not in (None, *WIDENED):
-        _refuse(architecture, f"its quantization_config is not (quant_method {method!r})")
+        _refuse(architecture, f"its quantization_config has quant_method {method!r}, which this tier does not read")
     if (config.dtype or torch.float32) not in DTYPES:
         _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
 
@@ -125,7 +128,7 @@ def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
     except (StrictDataclassError, NotImplementedError, *FAILURES) as error:
         if not getattr(model_class, "_supports_attention_backend", False):
             _refuse(architecture, "its attention does not go through AttentionInterface")
-        _refuse(architecture, f"transformers' code of it does not run without weights: {_line(error)}")
+        _refuse(architecture, f"transformers' code of it does not run without weights: {line_of(error)}")
     num_layers = _count(architecture, config, "num_hidden_layers")
     if len(layers) != num_layers:
         _refuse(
@@ -210,5 +213,6 @@ def _refuse(architecture: str, reason: str) -> NoReturn:
     raise UnsupportedModelError(f"{architecture} is not supported: {reason}")
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
+    """Return what an error says, in one line."""
     return " ".join(f"{error}".split())[:300]

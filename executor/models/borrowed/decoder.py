@@ -21,11 +21,15 @@ RoundWeight = Callable[[Tensor], GroupwiseWeight | None]
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose product is the backend's."""
+    """A linear layer whose product is the backend's.
 
-    def __init__(self, packed: Any, backend: Backend, out_dtype: torch.dtype | None = None) -> None:
-        """`out_dtype` is that of the result; None takes the input's."""
+    `weight` has no values: it is there for modelling code that asks for its dtype or shape.
+    """
+
+    def __init__(self, packed: Any, weight: Tensor, backend: Backend, out_dtype: torch.dtype | None = None) -> None:
+        """`packed` was made of `weight`; `out_dtype` is that of the result, None takes the input's."""
         super().__init__()
+        self.weight = weight.to("meta")
         self.packed = packed
         self.backend = backend
         self.out_dtype = out_dtype
@@ -110,8 +114,9 @@ def pack_products(
                 rounded = round_weight(weight_NK) if round_weight else None
                 bias_N = None if child.bias is None else child.bias.detach()
                 form = backend.pack_linear(weight_NK if rounded is None else rounded, bias_N)
+                out_dtype = torch.float32 if child is head else None
+                packed[id(child)] = PackedLinear(form, child.weight.detach(), backend, out_dtype)
                 del child.weight  # a tied one stays with the embedding
-                packed[id(child)] = PackedLinear(form, backend, torch.float32 if child is head else None)
                 progress()
             setattr(parent, name, packed[id(child)])
 

@@ -1,6 +1,7 @@
 """From a checkpoint directory to a model of transformers that is filled, packed, and tried out."""
 
 import logging
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from executor.inputs import StepInputs
+from executor.memory import allocate_kv_caches
 from executor.models.borrowed import attention
 from executor.models.borrowed.attention import UnsupportedModelError
-from executor.models.borrowed.config import WIDENED, BorrowedConfig
+from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, RoundWeight, is_product, pack_products
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static
@@ -76,8 +78,11 @@ def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int
     near, far = min(6, max_model_len), min(3, max_model_len)
     ids = torch.arange(near + far, device=device) % model.vocab_size
     whole, tail = torch.arange(near, device=device), torch.arange(max_model_len - far, max_model_len, device=device)
-    expected_TV = torch.cat([_eager_logits(model, ids[:near], whole), _eager_logits(model, ids[near:], tail)])
-    logits_TV = _paged_logits(model, ids, whole, tail, dtype)
+    try:
+        expected_TV = torch.cat([_eager_logits(model, ids[:near], whole), _eager_logits(model, ids[near:], tail)])
+        logits_TV = _paged_logits(model, ids, whole, tail, dtype)
+    except FAILURES as error:
+        raise UnsupportedModelError(f"{model.config.architecture} is not supported: {line_of(error)}") from None
     deviation: float = ((logits_TV - expected_TV).norm(dim=-1) / expected_TV.norm(dim=-1)).median().item()
     if not deviation <= TOLERANCE.get(dtype, TOLERANCE_OF_SHORT_TYPES):
         raise UnsupportedModelError(
@@ -148,39 +153,28 @@ def _eager_logits(model: BorrowedDecoder, ids_T: Tensor, positions_T: Tensor) ->
 
 def _paged_logits(model: BorrowedDecoder, ids_T: Tensor, near_T: Tensor, far_T: Tensor, dtype: torch.dtype) -> Tensor:
     """Return logits_TV of two sequences over a paged cache, the first in two chunks, the second beside one of them."""
-    device, near, far = ids_T.device, len(near_T), len(far_T)
+    near, far = len(near_T), len(far_T)
     half = near - near // 2
-    caches = [
-        (
-            torch.zeros(3, num_heads, key_size, TRIAL_BLOCK_SIZE, dtype=dtype, device=device),
-            torch.zeros(3, num_heads, TRIAL_BLOCK_SIZE, value_size, dtype=dtype, device=device),
-        )
-        for num_heads, key_size, value_size in model.kv_shapes
-    ]
-    far_slots_T = torch.arange(far, device=device) + 2 * TRIAL_BLOCK_SIZE
-    steps = [
-        StepInputs(
-            torch.cat([ids_T[:half], ids_T[near:]]),
-            torch.cat([near_T[:half], far_T]),
-            torch.cat([near_T[:half], far_slots_T]),
-            torch.tensor([0, half, half + far], dtype=torch.int32, device=device),
-            torch.tensor([half, far], dtype=torch.int32, device=device),
-            torch.tensor([[0, 1], [2, 0]], dtype=torch.int32, device=device),
-        ),
-    ]
+    caches = allocate_kv_caches(model.kv_shapes, 3, TRIAL_BLOCK_SIZE, dtype, ids_T.device)
+    far_slots_T = torch.arange(far, device=ids_T.device) + 2 * TRIAL_BLOCK_SIZE
+    first_ids, first_positions = torch.cat([ids_T[:half], ids_T[near:]]), torch.cat([near_T[:half], far_T])
+    first_slots = torch.cat([near_T[:half], far_slots_T])
+    steps = [_inputs(first_ids, first_positions, first_slots, [half, far], [half, far], [[0, 1], [2, 0]])]
     if near > half:
-        steps.append(
-            StepInputs(
-                ids_T[half:near],
-                near_T[half:],
-                near_T[half:],
-                torch.tensor([0, near - half], dtype=torch.int32, device=device),
-                torch.tensor([near], dtype=torch.int32, device=device),
-                torch.tensor([[0, 1]], dtype=torch.int32, device=device),
-            )
-        )
+        steps.append(_inputs(ids_T[half:near], near_T[half:], near_T[half:], [near - half], [near], [[0, 1]]))
     backend, model.current.backend = model.current.backend, reference  # nothing has to be compiled for it
     logits_TV = torch.cat([model.compute_logits(model(step, caches)) for step in steps])
     model.current.backend = backend
     order = [*range(half), *range(half + far, near + far), *range(half, half + far)]
     return logits_TV[order]
+
+
+def _inputs(
+    ids_T: Tensor, positions_T: Tensor, slots_T: Tensor, counts: list[int], lengths: list[int], tables: list[list[int]]
+) -> StepInputs:
+    """Return the inputs of a step with `counts` tokens of each sequence, which then has `lengths` of them."""
+    starts, lengths_S, tables_SM = (
+        torch.tensor(numbers, dtype=torch.int32, device=ids_T.device)
+        for numbers in ([0, *accumulate(counts)], lengths, tables)
+    )
+    return StepInputs(ids_T, positions_T, slots_T, starts, lengths_S, tables_SM)
