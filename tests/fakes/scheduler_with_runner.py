@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from executor.memory import allocate_kv_caches
-from executor.models import Decoder
+from executor.models import LoadedModel
 from executor.runner import ModelRunner
 from kernels import cpu
 from protocol.messages import Logprobs, NeedInit, Step, StepResult
@@ -34,7 +34,7 @@ class SchedulerWithRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LoadedModel,
         dtype: torch.dtype,
         *,
         num_blocks: int = 512,
