@@ -190,6 +190,11 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Ten
         ("MambaForCausalLM", {}, "its layers keep another kind of state than attention"),
         ("FalconH1ForCausalLM", {}, "its layers keep another kind of state than attention"),
         ("Qwen3NextForCausalLM", {}, "its layers keep another kind of state than attention"),
+        (
+            "GraniteMoeHybridForCausalLM",
+            {"layer_types": ["mamba", "attention"]},
+            "another kind of state than attention",
+        ),
         ("BertLMHeadModel", {}, "a token attends to others than itself and the last ones before it"),
         ("Llama4ForCausalLM", {"head_dim": 16}, "a token attends to others than itself and the last ones before it"),
         ("DiffLlamaForCausalLM", {}, "its layers share attention modules"),

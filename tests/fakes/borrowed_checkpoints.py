@@ -66,6 +66,9 @@ CASES = {
     "granite": Case(
         "GraniteForCausalLM", {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}
     ),
+    "granite-hybrid": Case(
+        "GraniteMoeHybridForCausalLM", {"layer_types": ["attention", "attention"], "num_local_experts": 4}
+    ),
     "mixtral": Case("MixtralForCausalLM", {"num_local_experts": 4}),
     "nemotron": Case("NemotronForCausalLM"),
     "olmo2": Case("Olmo2ForCausalLM", seed=1),
@@ -80,6 +83,7 @@ CASES = {
     "smollm3": Case("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
     "stablelm": Case("StableLmForCausalLM"),
     "starcoder2": Case("Starcoder2ForCausalLM", {"sliding_window": 9} | UNTIED),
+    "youtu": Case("YoutuForCausalLM", LATENT),  # the padding token's logits are zero
 }
 
 

@@ -170,7 +170,7 @@ def _run_on_meta(model: Any, architecture: str) -> tuple[list[AttentionLayer], s
         with torch.inference_mode():
             model(
                 input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+                attention_mask=torch.ones(1, PROBE_TOKENS, dtype=torch.int64),  # of the CPU: some code reads it
                 position_ids=torch.arange(PROBE_TOKENS, device="meta").unsqueeze(0),
                 use_cache=False,
             )
