@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.cases import Sizes
 from executor.launched import Launched
 from executor.memory import allocate_kv_caches
-from executor.models import Decoder, load_model, read_model_config
+from executor.models import LoadedModel, load_model, read_model_config
 from executor.packing import Share
 from executor.runner import ModelRunner
 from executor.sequences import SequenceState
@@ -173,7 +173,7 @@ def relative_error(values: Tensor, expected: Tensor) -> float:
 
 def _load(
     sizes: Sizes, num_layers: int, backend: Backend, device: torch.device, dtype: torch.dtype, max_model_len: int
-) -> Decoder:
+) -> LoadedModel:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": sizes.vocab,
@@ -200,7 +200,7 @@ def _load(
 
 
 def _make_runner(
-    model: Decoder, backend: Backend, block_size: int, num_blocks: int, device: torch.device, dtype: torch.dtype
+    model: LoadedModel, backend: Backend, block_size: int, num_blocks: int, device: torch.device, dtype: torch.dtype
 ) -> ModelRunner:
     kv_caches = allocate_kv_caches(model.kv_shapes, num_blocks, block_size, dtype, device)
     return ModelRunner(model, kv_caches, backend, block_size=block_size, num_blocks=num_blocks)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from executor.models.config import ModelConfig
-from executor.models.rotary import rotary_frequencies
+from executor.models import ModelDescription
 from executor.quantization import choose_rounding
 from executor.weights import checkpoint_files
 from protocol.gguf_index import GGUF_INDEX
@@ -16,7 +15,7 @@ HEADER_LENGTH_BYTES = 8
 
 def model_fingerprint(
     directory: Path,
-    config: ModelConfig,
+    config: ModelDescription,
     dtype: torch.dtype,
     *,
     max_model_len: int,
@@ -34,11 +33,10 @@ def model_fingerprint(
     """
     digest = hashlib.sha256()
     rounded_bits = choose_rounding(quantization, config.quantization)
-    inv_freq, attention_factor = rotary_frequencies(config.rope, config.rotary_dim, max_model_len)
     parts = [
         (directory / "config.json").read_bytes(),
         f"{dtype} {kv_cache_dtype} {rounded_bits}".encode(),
-        repr((inv_freq.tolist(), attention_factor)).encode(),
+        config.frequencies(max_model_len).encode(),
         *([f"dummy {seed}".encode()] if load_format == "dummy" else _describe_weights(directory, config)),
     ]
     for part in parts:
@@ -46,7 +44,7 @@ def model_fingerprint(
     return digest.hexdigest()
 
 
-def _describe_weights(directory: Path, config: ModelConfig) -> list[bytes]:
+def _describe_weights(directory: Path, config: ModelDescription) -> list[bytes]:
     if config.quantization is not None and config.quantization.method == "gguf":
         return [(directory / GGUF_INDEX).read_bytes()]
     return [_describe(path) for path in checkpoint_files(directory)]

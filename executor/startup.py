@@ -20,8 +20,8 @@ from executor.graphs import DecodeGraphs, batch_sizes, table_widths
 from executor.group import check_agreement, join_group, num_local_ranks, own_device
 from executor.inputs import StepInputs
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
-from executor.models import Decoder, ModelConfig, TensorParallel, load_model, read_model_config
-from executor.models.layers import ALONE, packed_weights
+from executor.models import LoadedModel, ModelDescription, TensorParallel, load_model, read_model_config
+from executor.models.layers import ALONE
 from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.runner import ModelRunner
 from executor.server import StepProgress
@@ -64,7 +64,7 @@ def start_executor(config: Config) -> Executor:
     with phase("configuration"):
         if not config.model:
             raise ValueError("no model: set --model to its directory")
-        model_config = read_model_config(directory)
+        model_config = read_model_config(directory, trust_remote_code=config.trust_remote_code)
         max_model_len = choose_max_model_len(config.max_model_len, model_config)
         dtype = _choose_dtype(config, model_config, device)
         _choose_threads(config)
@@ -107,7 +107,7 @@ def start_executor(config: Config) -> Executor:
         with phase("CUDA graphs"):
             capture_graphs(runner, config.max_num_seqs, max_model_len)
     progress = StepProgress()
-    for layer in model.model.layers:
+    for layer in model.layers:
         layer.register_forward_hook(progress.count_layer)
     description = ExecutorReady(
         executor_incarnation=new_identity(),
@@ -120,7 +120,7 @@ def start_executor(config: Config) -> Executor:
     return Executor(runner, description, progress)
 
 
-def choose_max_model_len(requested: int | None, model_config: ModelConfig) -> int:
+def choose_max_model_len(requested: int | None, model_config: ModelDescription) -> int:
     """Return the longest sequence to serve. Raises ValueError if the model is not made for what is requested."""
     longest = model_config.longest_sequence_tokens
     if requested is not None and requested > longest:
@@ -189,20 +189,22 @@ def largest_step(config: Config, max_model_len: int) -> Step:
     return Step("", "", 1, sequences)
 
 
-def _choose_dtype(config: Config, model_config: ModelConfig, device: torch.device) -> torch.dtype:
+def _choose_dtype(config: Config, model_config: ModelDescription, device: torch.device) -> torch.dtype:
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16(device))
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     return dtype
 
 
 def _refuse_impossible(
-    config: Config, model_config: ModelConfig, max_model_len: int, kv_dtype: torch.dtype, device: torch.device
+    config: Config, model_config: ModelDescription, max_model_len: int, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise ValueError, before minutes of loading, for a split of the model that cannot be, and for a KV pool that
     cannot be, whatever the weights take."""
     check_size(model_config, config.tensor_parallel_size)
-    num_kv_heads = num_kv_heads_of_rank(model_config.num_kv_heads, config.tensor_parallel_size)
-    shapes = [(num_kv_heads, model_config.head_dim, model_config.head_dim)] * model_config.num_layers
+    shapes = [
+        (num_kv_heads_of_rank(num_kv_heads, config.tensor_parallel_size), key_size, value_size)
+        for num_kv_heads, key_size, value_size in model_config.kv_shapes
+    ]
     _size_pool(config, shapes, max_model_len, kv_dtype, device)
     if device.type == "cpu" and config.gpu_memory_utilization != FIELDS["gpu_memory_utilization"].default:
         logger.warning("gpu_memory_utilization has no effect on the CPU: kv_cache_memory_bytes sets the pool's size")
@@ -216,13 +218,13 @@ def _choose_threads(config: Config) -> None:
     logger.info("%d threads: %s", num_threads, reason)
 
 
-def _has_groupwise(model: Decoder) -> bool:
-    return any(isinstance(packed, PackedGroupwise) for packed in packed_weights(model))
+def _has_groupwise(model: LoadedModel) -> bool:
+    return any(isinstance(packed, PackedGroupwise) for packed in model.products)
 
 
-def _log_weights(model: Decoder) -> None:
+def _log_weights(model: LoadedModel) -> None:
     held_bytes = Counter({"norms and plain embedding": sum(parameter.nbytes for parameter in model.parameters())})
-    for packed in packed_weights(model):
+    for packed in model.products:
         held_bytes[packed.form] += packed.nbytes
     listed = "; ".join(f"{form}: {num_bytes / 2**20:.1f} MiB" for form, num_bytes in held_bytes.most_common())
     logger.info("%.1f MiB of weights (%s)", held_bytes.total() / 2**20, listed)
@@ -230,7 +232,7 @@ def _log_weights(model: Decoder) -> None:
 
 def make_runner(
     config: Config,
-    model: Decoder,
+    model: LoadedModel,
     max_model_len: int,
     kv_dtype: torch.dtype,
     backend: Backend,

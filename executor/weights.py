@@ -81,9 +81,9 @@ class Checkpoint:
         present = self._weights()
         problems = []
         if missing := needed - present:
-            problems.append(f"lacks {_listed(missing)}")
+            problems.append(f"lacks {listed(missing)}")
         if left_over := {name for name in present - needed - unneeded if not self._is_empty_bias(name)}:
-            problems.append(f"has, of no use to the model, {_listed(left_over)}")
+            problems.append(f"has, of no use to the model, {listed(left_over)}")
         if problems:
             raise ValueError(f"the checkpoint {self._directory} {' and '.join(problems)}")
 
@@ -304,7 +304,8 @@ def _disable(progress: bool | None) -> bool | None:
     return None if progress is None else not progress
 
 
-def _listed(names: set[str], limit: int = 5) -> str:
+def listed(names: set[str], limit: int = 5) -> str:
+    """Return how many tensors there are, and the names of some, for a message."""
     shown = ", ".join(sorted(names)[:limit])
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''}: {shown}{more}"

@@ -1,4 +1,8 @@
-"""Models: `load_model` returns what the runner runs."""
+"""Models: `load_model` returns what the runner runs, of one of two tiers.
+
+The architectures of `executor.models.config` have their own forward pass here; every other decoder runs through
+transformers' modelling code (`executor.models.borrowed`), which is imported only then.
+"""
 
 import functools
 from pathlib import Path
@@ -6,23 +10,48 @@ from pathlib import Path
 import torch
 
 from executor.gguf import GGUFWeights
-from executor.models.config import ModelConfig, read_model_config
+from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture
+from executor.models.config import read_model_config as read_native_config
 from executor.models.decoder import Decoder
+from executor.models.interface import LoadedModel, ModelDescription
 from executor.models.layers import ALONE, TensorParallel
 from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
+from executor.models.split import check_size
 from executor.quantization import Quantization, choose_rounding
 from executor.weights import Checkpoint, DummyWeights, load_weights
 from kernels import Backend
 
-__all__ = ["Decoder", "ModelConfig", "TensorParallel", "load_model", "read_model_config"]
+__all__ = [
+    "Decoder",
+    "LoadedModel",
+    "ModelConfig",
+    "ModelDescription",
+    "TensorParallel",
+    "load_model",
+    "read_model_config",
+]
 
 CPU = torch.device("cpu")
 
 
+def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> ModelDescription:
+    """Return what is to be known of a checkpoint directory before its weights are read.
+
+    Python code of the directory runs only with `trust_remote_code`. Raises ValueError, with the reason, for what cannot
+    be served.
+    """
+    architecture = read_architecture(directory)
+    if architecture in ARCHITECTURES:
+        return read_native_config(directory)
+    from executor.models.borrowed import read_borrowed_config
+
+    return read_borrowed_config(directory, architecture, trust_remote_code=trust_remote_code)
+
+
 def load_model(
     directory: Path,
-    config: ModelConfig,
+    config: ModelDescription,
     dtype: torch.dtype,
     *,
     max_model_len: int,
@@ -33,7 +62,7 @@ def load_model(
     parallel: TensorParallel = ALONE,
     device: torch.device = CPU,
     progress: bool | None = None,
-) -> Decoder:
+) -> LoadedModel:
     """Return the model of a checkpoint directory, its weights in `dtype` on `device`, ready to run.
 
     Positions reach to `max_model_len`, and so do the rotary frequencies that depend on it. `load_format` "auto" reads
@@ -44,6 +73,23 @@ def load_model(
     be read; it names the tensor and the file.
     """
     rounded_bits = choose_rounding(quantization, config.quantization)
+    if not isinstance(config, ModelConfig):
+        from executor.models.borrowed import BorrowedConfig, load_borrowed
+
+        assert isinstance(config, BorrowedConfig)
+        check_size(config, parallel.world_size)
+        return load_borrowed(
+            directory,
+            config,
+            dtype,
+            max_model_len=max_model_len,
+            load_format=load_format,
+            rounded_bits=rounded_bits,
+            seed=seed,
+            backend=backend,
+            device=device,
+            progress=progress,
+        )
     cos_sin_PR = rotary_table(config.rope, config.rotary_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, backend, parallel)
     load = functools.partial(load_weights, model, dtype=dtype, device=device, tied=model.tied, progress=progress)

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from executor.memory import KVShape
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
-from executor.models.rotary import Rope
+from executor.models.rotary import Rope, rotary_frequencies
 from executor.quantization import Quantization, read_quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,6 +85,16 @@ class ModelConfig:
         """
         return max(self.max_position_embeddings, self.rope.stretched_tokens)
 
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """Return each layer's (num_kv_heads, key_head_size, value_head_size), of the whole model."""
+        return [(self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+
+    def frequencies(self, max_model_len: int) -> str:
+        """Return the rotary frequencies for `max_model_len` as text, for a fingerprint."""
+        inv_freq, attention_factor = rotary_frequencies(self.rope, self.rotary_dim, max_model_len)
+        return repr((inv_freq.tolist(), attention_factor))
+
 
 class _Architectures(msgspec.Struct):
     architectures: list[str]
@@ -120,29 +131,36 @@ class _Checkpoint(msgspec.Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Return the ModelConfig of a checkpoint directory. Raises ValueError, naming it, for what is not supported."""
+def read_architecture(directory: Path) -> str:
+    """Return the name of a checkpoint directory's architecture. Raises ValueError if it does not name one."""
     path = directory / "config.json"
     try:
-        raw = msgspec.json.decode(path.read_bytes(), type=_Architectures)
-        row = _row(raw.architectures)
-        keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
-        keys, traits = row.translate(keys) if row.translate else (keys, Traits())
-        checkpoint = msgspec.convert(keys, _Checkpoint)
-        quantization = read_quantization(directory, checkpoint.quantization_config)
-        config = _resolve(raw.architectures[0], row, checkpoint, quantization)
-        return replace(config, **traits)
+        architectures = msgspec.json.decode(path.read_bytes(), type=_Architectures).architectures
+        if len(architectures) != 1:
+            raise ValueError(f"architectures names {len(architectures)} of them; one is needed")
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return architectures[0]
 
 
-def _row(architectures: list[str]) -> Architecture:
-    if len(architectures) != 1 or architectures[0] not in ARCHITECTURES:
-        named = ", ".join(architectures) or "no architecture"
-        raise ValueError(f"{named} is not supported; supported: {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[architectures[0]]
+def read_model_config(directory: Path) -> ModelConfig:
+    """Return the ModelConfig of a directory whose architecture is one of ARCHITECTURES.
+
+    Raises ValueError, naming it, for what is not supported.
+    """
+    path = directory / "config.json"
+    architecture = read_architecture(directory)
+    try:
+        row = ARCHITECTURES[architecture]
+        keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        keys, traits = row.translate(keys) if row.translate else (keys, Traits())
+        checkpoint = msgspec.convert(keys, _Checkpoint)
+        quantization = read_quantization(directory, checkpoint.quantization_config)
+        return replace(_resolve(architecture, row, checkpoint, quantization), **traits)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _resolve(

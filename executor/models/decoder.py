@@ -4,6 +4,8 @@ Attribute names are the checkpoint's names; `executor.weights` knows which layer
 float32, everything else has the dtype of the weights.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +22,7 @@ from executor.models.layers import (
     RowParallelLinear,
     TensorParallel,
     VocabParallelEmbedding,
+    packed_weights,
 )
 from kernels import Backend
 
@@ -162,6 +165,16 @@ class Decoder(Module):
     def kv_shapes(self) -> list[tuple[int, int, int]]:
         """Return each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
         return self.model.kv_shapes
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Return the decoder layers."""
+        return self.model.layers
+
+    @property
+    def products(self) -> list[Any]:
+        """Return what the backend made of the linear layers."""
+        return packed_weights(self)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -1,6 +1,7 @@
 """Among how many ranks a model can be split."""
 
-from executor.models.config import ModelConfig
+from executor.models.config import ARCHITECTURES, ModelConfig
+from executor.models.interface import ModelDescription
 
 LARGEST_NAMED = 16  # ranks
 
@@ -20,9 +21,15 @@ def possible_sizes(config: ModelConfig) -> list[int]:
     return [size for size in range(1, LARGEST_NAMED + 1) if not _obstacle(config, size)]
 
 
-def check_size(config: ModelConfig, size: int) -> None:
+def check_size(config: ModelDescription, size: int) -> None:
     """Raise ValueError, naming the sizes that can be, if the model cannot be split among `size` ranks."""
-    if obstacle := _obstacle(config, size):
+    if not isinstance(config, ModelConfig):
+        if size > 1:
+            raise ValueError(
+                f"tensor_parallel_size cannot be {size}: {config.architecture} runs through transformers' modelling"
+                f" code, which cannot be split; only these can: {', '.join(ARCHITECTURES)}"
+            )
+    elif obstacle := _obstacle(config, size):
         sizes = [str(possible) for possible in possible_sizes(config)]
         named = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
         raise ValueError(f"tensor_parallel_size cannot be {size}: {obstacle}; the model can be split among {named}")

@@ -47,11 +47,11 @@ def randomize(model: nn.Module, seed: int) -> None:
     """Give every parameter random values: norms around 1, biases around 0, products that keep their scale."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
+        if name.endswith("norm.weight") or (name.endswith("weight") and parameter.dim() == 1):
             nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
-        elif name.endswith("bias") or "embed_tokens" in name:
+        elif name.endswith("bias") or "embed_tokens" in name or parameter.dim() == 1:
             nn.init.normal_(parameter, std=0.5, generator=generator)
-        elif "lm_head" in name:
+        elif "lm_head" in name or "embed_out" in name:
             nn.init.normal_(parameter, std=2.0, generator=generator)
         else:
             nn.init.normal_(parameter, std=2 / math.sqrt(parameter.shape[1]), generator=generator)

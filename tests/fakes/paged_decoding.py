@@ -1,4 +1,4 @@
-"""Greedy decoding on a native decoder by hand: what a runner does, small enough to be believed."""
+"""Greedy decoding on a model by hand: what a runner does, small enough to be believed."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from executor.inputs import StepInputs
-from executor.models import Decoder
+from executor.models import LoadedModel
 
 
 class PagedDecoding:
     """Sequences that share a paged cache, computed in chunks; their blocks are scattered over the pool."""
 
-    def __init__(self, model: Decoder, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._model = model
         self._block_size = block_size
         self._kv_caches = [
@@ -31,12 +31,12 @@ class PagedDecoding:
     def step(self, chunks: dict[int, Sequence[int]]) -> Tensor:
         """Compute the next tokens of some sequences, by number; return the logits_SV of each one's last token."""
         inputs = self._inputs(chunks)
-        hidden_TE = self._model(inputs, self._kv_caches)
+        hidden_TE = self._model.forward(inputs, self._kv_caches)
         return self._model.compute_logits(hidden_TE[inputs.cu_seqlens_q[1:].long() - 1])
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Compute the next tokens of sequence 0; return the logits_TV of all of them."""
-        return self._model.compute_logits(self._model(self._inputs({0: token_ids}), self._kv_caches))
+        return self._model.compute_logits(self._model.forward(self._inputs({0: token_ids}), self._kv_caches))
 
     def _inputs(self, chunks: dict[int, Sequence[int]]) -> StepInputs:
         positions, slots = [], []
@@ -63,7 +63,7 @@ class PagedDecoding:
 
 
 def greedy_tokens(
-    model: Decoder,
+    model: LoadedModel,
     prompts: Sequence[Sequence[int]],
     num_tokens: Sequence[int],
     *,

@@ -10,7 +10,7 @@ import torch
 from executor.device import Device
 from executor.launched import Launched
 from executor.memory import allocate_kv_caches
-from executor.models import Decoder
+from executor.models import LoadedModel
 from executor.runner import ModelRunner
 from kernels import cpu
 from protocol.messages import Logprobs, Step
@@ -36,7 +36,7 @@ class SchedulerWithRunner:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: LoadedModel,
         dtype: torch.dtype,
         *,
         num_blocks: int = 512,

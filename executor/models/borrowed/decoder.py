@@ -1,0 +1,136 @@
+"""A decoder of transformers as the runner sees it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from executor.inputs import StepInputs
+from executor.memory import KVShape
+from executor.models.borrowed.attention import CurrentStep, PagedLayer
+from executor.models.borrowed.config import BorrowedConfig
+from executor.quantization import round_weight
+from kernels import Backend
+
+# T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose product is the backend's.
+
+    `weight` has no values: it is there for modelling code that asks for its dtype or shape.
+    """
+
+    def __init__(self, packed: Any, weight: Tensor, backend: Backend, out_dtype: torch.dtype | None = None) -> None:
+        """`packed` was made of `weight`; `out_dtype` is that of the result, None takes the input's."""
+        super().__init__()
+        self.weight = weight.to("meta")
+        self.packed = packed
+        self.backend = backend
+        self.out_dtype = out_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_TN = self.backend.linear(x.reshape(-1, x.shape[-1]), self.packed, self.out_dtype)
+        return out_TN.view(*x.shape[:-1], -1)
+
+
+class BorrowedDecoder(nn.Module):
+    """A causal language model of transformers over a paged KV cache.
+
+    What follows the last hidden state (scales, caps, biases) is transformers' code as well: the head is the causal
+    model itself with its body replaced by one that returns what it is given.
+    """
+
+    def __init__(self, config: BorrowedConfig, causal_model: Any, backend: Backend) -> None:
+        super().__init__()
+        self.config = config
+        self.causal_model = causal_model
+        self.current = CurrentStep(backend)
+        self.kv_shapes: list[KVShape] = config.kv_shapes
+        self.num_layers = len(config.layers)
+        self.vocab_size = config.vocab_size
+        modules = dict(causal_model.named_modules())
+        self.layers = [modules[layer.path] for layer in config.layers]
+        for index, layer in enumerate(config.layers):
+            modules[layer.path].paged = PagedLayer(index, layer.sliding_window, self.current)
+        self._body: list[Any] = [modules[config.body_path]]  # lists: the modules are causal_model's
+        self._head = [_with_module(causal_model, config.body_path.split("."), _GivenHidden(config.body_output))]
+
+    @property
+    def products(self) -> list[Any]:
+        """Return what the backend made of the linear layers."""
+        return [module.packed for module in self.modules() if isinstance(module, PackedLinear)]
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
+        self.current.inputs, self.current.kv_caches = inputs, kv_caches
+        output = self._body[0](
+            input_ids=inputs.token_ids_T.unsqueeze(0), position_ids=inputs.positions_T.unsqueeze(0), use_cache=False
+        )
+        hidden_TE: Tensor = output.last_hidden_state[0]
+        return hidden_TE
+
+    @torch.inference_mode()
+    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return logits_SV, float32, of the given rows of `forward`'s result."""
+        output = self._head[0](inputs_embeds=hidden_SE.unsqueeze(0), use_cache=False)
+        logits_SV: Tensor = output.logits[0].float()
+        return logits_SV
+
+
+class _GivenHidden(nn.Module):
+    """Stands for a model's body whose hidden states are known."""
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> Any:
+        return self._output(last_hidden_state=inputs_embeds)
+
+
+def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, progress: Callable[[], None]) -> None:
+    """Replace the linear layers of a causal model by packed ones, each letting go of its raw weight.
+
+    Only modules whose forward is the plain product are replaced; the head's result is float32. Weights are
+    rounded to `rounded_bits`, if there are any, but for the head's. `progress` is called after each layer.
+    """
+    head = model.get_output_embeddings()
+    packed: dict[int, PackedLinear] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if not is_product(child):
+                continue
+            if id(child) not in packed:
+                weight_NK = child.weight.detach().T.contiguous() if type(child) is Conv1D else child.weight.detach()
+                rounded = round_weight(weight_NK, rounded_bits) if rounded_bits and child is not head else None
+                bias_N = None if child.bias is None else child.bias.detach()
+                form = backend.pack_linear(weight_NK if rounded is None else rounded, bias_N)
+                out_dtype = torch.float32 if child is head else None
+                packed[id(child)] = PackedLinear(form, child.weight.detach(), backend, out_dtype)
+                del child.weight  # a tied one stays with the embedding
+                progress()
+            setattr(parent, name, packed[id(child)])
+
+
+def is_product(module: nn.Module) -> bool:
+    """Return whether the module's forward is the plain product with its weight, and a bias.
+
+    Conv1D is GPT-2's name for a linear layer whose weight is transposed.
+    """
+    return type(module) in (nn.Linear, Conv1D)
+
+
+def _with_module(model: nn.Module, path: list[str], replacement: nn.Module) -> Any:
+    """Return a copy of `model` that shares all with it but the module at `path`."""
+    copied = copy.copy(model)
+    copied._modules = dict(model._modules)
+    name, *rest = path
+    child = model._modules[name]
+    assert child is not None
+    copied._modules[name] = _with_module(child, rest, replacement) if rest else replacement
+    return copied

@@ -1,0 +1,182 @@
+"""From a checkpoint directory to a model of transformers that is filled, packed, and tried out."""
+
+import logging
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from tqdm import tqdm
+
+from executor.inputs import StepInputs
+from executor.memory import allocate_kv_caches
+from executor.models.borrowed import attention
+from executor.models.borrowed.attention import UnsupportedModelError
+from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
+from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
+from executor.models.borrowed.notices import quiet
+from executor.models.borrowed.rotary import make_rotary_static
+from executor.shards import Shard
+from executor.weights import DummyWeights, checkpoint_files, listed
+from kernels import Backend, reference
+
+# T tokens, V vocabulary
+
+logger = logging.getLogger(__name__)
+
+TRIAL_BLOCK_SIZE = 4
+# Relative deviation of logits, in the median over tokens: rounding stays far below, a mix-up of tokens far above.
+TOLERANCE = {torch.float32: 0.01}
+TOLERANCE_OF_SHORT_TYPES = 0.1
+
+
+def load_borrowed(
+    directory: Path,
+    config: BorrowedConfig,
+    dtype: torch.dtype,
+    *,
+    max_model_len: int,
+    load_format: str,
+    seed: int,
+    backend: Backend,
+    device: torch.device,
+    progress: bool | None,
+    rounded_bits: int | None = None,
+) -> BorrowedDecoder:
+    """Return the model of a directory, as `executor.models.load_model` does.
+
+    `rounded_bits` are those to which the weights of linear layers are rounded, the head's excepted. Raises ValueError
+    as load_model does, and if the filled model does not compute what it computes with transformers' own attention.
+    """
+    if load_format == "dummy":
+        causal_model = _dummy(config, dtype, seed, device)
+    else:
+        causal_model = _read(directory, config, dtype, device, progress)
+    make_rotary_static(causal_model, max_model_len)
+    num_products = sum(is_product(module) for module in causal_model.modules())
+    disable = None if progress is None else not progress
+    with tqdm(total=num_products, desc="packing weights", unit="layer", disable=disable) as bar:
+        pack_products(causal_model, backend, rounded_bits=rounded_bits, progress=bar.update)
+    model = BorrowedDecoder(config, causal_model, backend)
+    deviation = assert_agrees(model, dtype, max_model_len, device)
+    logger.info(
+        "%s runs through transformers' modelling code; a trial deviates by %.1g from its own attention",
+        config.architecture,
+        deviation,
+    )
+    return model
+
+
+def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> float:
+    """Return by how much the logits of a few packed tokens deviate from those with transformers' own attention.
+
+    Raises UnsupportedModelError if that is more than rounding: whatever else than attention reaches from token to
+    token, or depends on the largest position of a batch, shows here.
+    """
+    near, far = min(6, max_model_len), min(3, max_model_len)
+    # Of the middle of the vocabulary: the first ones may be padding, of which embedding and logits are zero.
+    ids = (torch.arange(near + far, device=device) + model.vocab_size // 2) % model.vocab_size
+    whole, tail = torch.arange(near, device=device), torch.arange(max_model_len - far, max_model_len, device=device)
+    try:
+        expected_TV = torch.cat([_eager_logits(model, ids[:near], whole), _eager_logits(model, ids[near:], tail)])
+        logits_TV = _paged_logits(model, ids, whole, tail, dtype)
+    except FAILURES as error:
+        raise UnsupportedModelError(f"{model.config.architecture} is not supported: {line_of(error)}") from None
+    error_T, size_T = (logits_TV - expected_TV).norm(dim=-1), expected_TV.norm(dim=-1)
+    deviation: float = (error_T.median() / size_T.median()).item()
+    if not deviation <= TOLERANCE.get(dtype, TOLERANCE_OF_SHORT_TYPES):
+        raise UnsupportedModelError(
+            f"{model.config.architecture} is not supported: with paged attention and several sequences in one batch its"
+            f" logits deviate by {deviation:.2g} (relative) from those with transformers' own attention"
+        )
+    return deviation
+
+
+def _dummy(config: BorrowedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+    """Return the model with random weights, the same for the same seed."""
+    causal_model = config.build(device, dtype)
+    source = DummyWeights(seed)
+    for name, parameter in causal_model.named_parameters():
+        parameter.requires_grad_(False)
+        parameter.data = torch.empty_like(parameter, dtype=dtype)
+        source.read(name, Shard(len(parameter)), parameter)
+    return causal_model
+
+
+def _read(
+    directory: Path, config: BorrowedConfig, dtype: torch.dtype, device: torch.device, progress: bool | None
+) -> Any:
+    """Return the model with the directory's weights; transformers knows which tensors are renamed or fused."""
+    checkpoint_files(directory)  # says what is missing
+    widening = {}
+    if config.widened_from:
+        logger.info("%s weights are widened to %s", config.widened_from, dtype)
+        widening = {"quantization_config": WIDENED[config.widened_from]}
+    with quiet(progress, "loading weights"):
+        try:
+            causal_model, found = config.model_class.from_pretrained(
+                directory,
+                config=config.transformers_config,
+                dtype=dtype,
+                attn_implementation=attention.PAGED,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                **widening,
+            )
+        except (RuntimeError, OSError, SafetensorError) as error:
+            raise ValueError(f"{directory}: transformers cannot load the weights: {error}") from None
+    problems = []
+    if missing := set(found["missing_keys"]):
+        problems.append(f"lacks {listed(missing)}")
+    if left_over := set(found["unexpected_keys"]):
+        problems.append(f"has, of no use to the model, {listed(left_over)}")
+    if mismatched := {f"{name} {tuple(there)} for {tuple(asked)}" for name, there, asked in found["mismatched_keys"]}:
+        problems.append(f"has, of another shape than config.json asks for, {listed(mismatched)}")
+    if problems:
+        raise ValueError(f"the checkpoint {directory} {' and '.join(problems)}")
+    return causal_model.to(device).requires_grad_(False)
+
+
+@torch.inference_mode()
+def _eager_logits(model: BorrowedDecoder, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+    """Return logits_TV of one sequence with transformers' own attention."""
+    causal_model: Any = model.causal_model
+    causal_model.config._attn_implementation = "eager"
+    try:
+        output = causal_model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+    finally:
+        causal_model.config._attn_implementation = attention.PAGED
+    logits_TV: Tensor = output.logits[0].float()
+    return logits_TV
+
+
+def _paged_logits(model: BorrowedDecoder, ids_T: Tensor, near_T: Tensor, far_T: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return logits_TV of two sequences over a paged cache, the first in two chunks, the second beside one of them."""
+    near, far = len(near_T), len(far_T)
+    half = near - near // 2
+    caches = allocate_kv_caches(model.kv_shapes, 3, TRIAL_BLOCK_SIZE, dtype, ids_T.device)
+    far_slots_T = torch.arange(far, device=ids_T.device) + 2 * TRIAL_BLOCK_SIZE
+    first_ids, first_positions = torch.cat([ids_T[:half], ids_T[near:]]), torch.cat([near_T[:half], far_T])
+    first_slots = torch.cat([near_T[:half], far_slots_T])
+    steps = [_inputs(first_ids, first_positions, first_slots, [half, far], [half, far], [[0, 1], [2, 0]])]
+    if near > half:
+        steps.append(_inputs(ids_T[half:near], near_T[half:], near_T[half:], [near - half], [near], [[0, 1]]))
+    backend, model.current.backend = model.current.backend, reference  # nothing has to be compiled for it
+    logits_TV = torch.cat([model.compute_logits(model(step, caches)) for step in steps])
+    model.current.backend = backend
+    order = [*range(half), *range(half + far, near + far), *range(half, half + far)]
+    return logits_TV[order]
+
+
+def _inputs(
+    ids_T: Tensor, positions_T: Tensor, slots_T: Tensor, counts: list[int], lengths: list[int], tables: list[list[int]]
+) -> StepInputs:
+    """Return the inputs of a step with `counts` tokens of each sequence, which then has `lengths` of them."""
+    starts, lengths_S, tables_SM = (
+        torch.tensor(numbers, dtype=torch.int32, device=ids_T.device)
+        for numbers in ([0, *accumulate(counts)], lengths, tables)
+    )
+    return StepInputs(ids_T, positions_T, slots_T, starts, lengths_S, tables_SM)

@@ -1,0 +1,74 @@
+"""What both tiers of models are to the rest of the executor: a description before the weights, and a model after."""
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from executor.inputs import StepInputs
+from executor.memory import KVShape
+from executor.quantization import Quantization
+
+# T tokens of this step, S rows, E hidden size, V vocabulary
+
+
+class ModelDescription(Protocol):
+    """A checkpoint's architecture, known without its weights; frozen."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The checkpoint's."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def default_max_model_len(self) -> int:
+        """The longest sequence, in tokens, for which nothing has to be asked for."""
+
+    @property
+    def longest_sequence_tokens(self) -> int:
+        """The longest sequence that the model can be made to serve."""
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """How the checkpoint stores its weights, if not plainly."""
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """Each layer's (num_kv_heads, key_head_size, value_head_size), of the whole model."""
+
+    def frequencies(self, max_model_len: int) -> str:
+        """Return as text, equal where they are, the rotary frequencies that depend on `max_model_len`."""
+
+
+class LoadedModel(Protocol):
+    """A causal language model over a paged KV cache, ready to run."""
+
+    num_layers: int
+    vocab_size: int
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """Each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        """One module for each layer, called once in a forward pass."""
+
+    @property
+    def products(self) -> list[Any]:
+        """What the backend made of the linear layers."""
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Return the weights that are not in `products`."""
+
+    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
+
+    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return logits_SV, float32, of the given rows of `forward`'s result."""
