@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from executor.models import TensorParallel, load_model, read_model_config
-from executor.models.borrowed import load_borrowed
 from executor.startup import start_executor
-from kernels import GroupwiseWeight, cpu, reference
+from kernels import cpu
 from protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.checkpoints import TINY, make_checkpoint
@@ -68,7 +67,7 @@ def test_an_executor_starts_with_it(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert executor.description.vocab_size == TINY["vocab_size"]
     assert executor.runner.num_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 16 * 2)  # layers, K and V, heads, size, tokens
     assert "Gemma2ForCausalLM runs through transformers' modelling code" in caplog.text
-    assert "MiB of weights; products: " in caplog.text
+    assert "bfloat16 weights, oneDNN prepacked in float32" in caplog.text
     executor.progress.layers_done = 0
     executor.runner.run(step(1, share(1, 0, [5, 9], [3], init=init([5, 9]))))
     assert executor.progress.layers_done == 2
@@ -142,23 +141,12 @@ def edit(directory: Path, **keys: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def test_linear_layers_are_rounded_where_they_can_be(tmp_path: Path) -> None:
-    """`round_weight` sees each linear layer once; where it returns nothing, the plain weight stays."""
+def test_linear_layers_are_rounded_but_the_head(tmp_path: Path) -> None:
+    """To groups of 32: the tiny model's 64 and 96 inputs are multiples of no more."""
     directory = write(tmp_path, CASES["gemma3"])
-    seen = []
-
-    def round_weight(weight_NK: Tensor) -> GroupwiseWeight | None:
-        seen.append(tuple(weight_NK.shape))
-        if weight_NK.shape[0] != TINY["intermediate_size"]:
-            return None
-        scales_NG = weight_NK.view(len(weight_NK), -1, 32).abs().amax(-1) / 127
-        codes_NK = (weight_NK / scales_NG.repeat_interleave(32, 1)).round() + 128
-        return GroupwiseWeight(codes_NK.to(torch.uint8), 8, 32, scales_NG, None)
-
-    config = read_model_config(directory)
-    model = load_borrowed(directory, config, torch.float32, backend=reference, round_weight=round_weight, **LOADING)
-    assert len(seen) == len(model.products) == 2 * 7 + 1
-    assert [product.form.startswith("8-bit") for product in model.products].count(True) == 2 * 2
+    model = load(directory, quantization="int8")
+    assert len(model.products) == 2 * 7 + 1
+    assert [product.form.startswith("8-bit") for product in model.products].count(True) == 2 * 7
     [prompt] = random_prompts(30)
     [plain], [rounded] = (greedy_tokens(model, [prompt], [1], chunk_size=30) for model in (load(directory), model))
     assert plain == rounded

@@ -141,9 +141,9 @@ def test_with_preemptions(group: RankGroup, alone: list[Generated]) -> None:
 
 def test_what_cannot_be_done_is_left_by_every_rank(group: RankGroup, alone: list[Generated]) -> None:
     group.reset()
-    assert isinstance(group.run(step(1, share(7, 0, [5], [0]))), NeedInit)
+    assert isinstance(group.launch(step(1, share(7, 0, [5], [0]))), NeedInit)
     group.keep_alive()
     prompt, _ = requests()[0]
-    result = group.run(step(1, share(7, 0, prompt, [0], init=init(prompt))))
+    result = group.launch(step(1, share(7, 0, prompt, [0], init=init(prompt)))).wait()
     assert isinstance(result, StepResult)
     assert result.sequences[0].token_ids == alone[0].token_ids[:1]

@@ -11,11 +11,12 @@ import msgspec
 from torch import distributed
 
 from executor.group import Relay
+from executor.launched import Launched
 from executor.models import Decoder
 from executor.runner import ModelRunner
 from executor.startup import start_executor
 from protocol.config import Config
-from protocol.messages import NeedInit, Step, StepResult, Welcome
+from protocol.messages import NeedInit, Step, Welcome
 
 END_TIMEOUT_S = 60
 
@@ -83,10 +84,10 @@ class RankGroup:
     def decoder(self) -> Decoder:
         return self._runner.model
 
-    def run(self, step: Step) -> StepResult | NeedInit:
-        """Do a step on every rank and return what rank 0 has of it."""
+    def launch(self, step: Step) -> Launched | NeedInit:
+        """Begin a step on every rank and return what rank 0 has of it."""
         self._relay.send(step)
-        return self._runner.run(step)
+        return self._runner.launch(step)
 
     def reset(self) -> None:
         """Have every rank drop its soft state, as for another scheduler."""
