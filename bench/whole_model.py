@@ -16,7 +16,7 @@ from executor.models import LoadedModel, load_model, read_model_config
 from executor.packing import Share
 from executor.runner import ModelRunner
 from executor.sequences import SequenceState
-from executor.startup import capture_graphs
+from executor.warm_up import capture_graphs
 from kernels import Backend
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
 from protocol.sampling import SamplingParams

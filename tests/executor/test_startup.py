@@ -6,7 +6,8 @@ import torch
 from executor.device import CpuDevice
 from executor.dtypes import choose_kv_dtype
 from executor.models import load_model, read_model_config
-from executor.startup import capture_graphs, largest_step, make_runner, start_executor, warm_up
+from executor.startup import make_runner, start_executor
+from executor.warm_up import capture_graphs, largest_step, warm_up
 from kernels import choose_backend, reference
 from protocol.config import Config
 from protocol.messages import unpack_ids

@@ -1,0 +1,82 @@
+"""What is done once, before the first request: kernels compiled, steps that no scheduler planned, graphs recorded."""
+
+import logging
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from executor.graphs import DecodeGraphs, batch_sizes, table_widths
+from executor.inputs import StepInputs
+from executor.models import TensorParallel
+from executor.runner import ModelRunner
+from kernels.cpu.warm_up import warm_up as compile_each
+from protocol.config import Config
+from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
+from protocol.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 8
+SLOW_COMPILE_S = 0.5  # a kernel that takes longer was not in the user's cache
+
+
+def compile_in_turn(dtype: torch.dtype, has_groupwise: bool, parallel: TensorParallel) -> None:
+    """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
+    if parallel.rank > 0:
+        parallel.wait()
+    _compile(dtype, has_groupwise)
+    if parallel.rank == 0:
+        parallel.wait()
+
+
+def warm_up(runner: ModelRunner, max_model_len: int) -> None:
+    """Run one small prompt and one decode step, so that kernels are compiled and pages touched before any request."""
+    prompt = [0] * max(1, min(WARM_UP_TOKENS, max_model_len - 1))
+    blocks = pack_ids(range(-(-(len(prompt) + 1) // runner.block_size)))
+    sampling = SamplingParams(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
+    init = SequenceInit(sampling, pack_ids(prompt))
+    runner.run(Step("", "", 1, [SequenceStep(0, 0, init.prompt_token_ids, (blocks,), True, init)]))
+    if len(prompt) < max_model_len:
+        runner.run(Step("", "", 2, [SequenceStep(0, len(prompt), b"", (blocks,), True)]))
+    runner.reset()
+
+
+def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -> None:
+    """Record the runner's decode steps, with a bar if it is a terminal; this compiles what is left to be compiled."""
+    widths = table_widths(max_model_len, runner.block_size)
+
+    def run(inputs: StepInputs) -> Tensor:
+        return runner.model.forward(inputs, runner.kv_caches)
+
+    graphs = DecodeGraphs(run, runner.device, batch_sizes(max_num_seqs), widths)
+    with tqdm(graphs.capture(), "CUDA graphs", len(graphs), unit=" graphs", disable=None, leave=False) as captured:
+        for num_seqs, table_blocks in captured:
+            captured.set_postfix_str(f"{num_seqs} sequences of {table_blocks} blocks")
+    runner.graphs = graphs
+
+
+def largest_step(config: Config, max_model_len: int) -> Step:
+    """Return a step as large as a scheduler may plan; all of it lies in block 0, so that its results are of no use."""
+    num_seqs = config.max_num_seqs
+    length, num_longer = divmod(config.max_num_batched_tokens, num_seqs)
+    sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
+    sequences = []
+    for seq_id in range(num_seqs):
+        num_tokens = min(length + (seq_id < num_longer), max_model_len)
+        prompt, table = bytes(4 * num_tokens), bytes(4 * -(-num_tokens // config.block_size))
+        sequences.append(SequenceStep(seq_id, 0, prompt, (table,), True, SequenceInit(sampling, prompt)))
+    return Step("", "", 1, sequences)
+
+
+def _compile(dtype: torch.dtype, has_groupwise: bool) -> None:
+    """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
+    with tqdm(
+        compile_each(dtype, has_groupwise), desc="kernels", unit=" kernels", disable=None, leave=False
+    ) as compiled:
+        was_said = False
+        for name, seconds in compiled:
+            compiled.set_postfix_str(name)
+            if seconds > SLOW_COMPILE_S and not was_said:
+                logger.info("compiling kernels, as a first start does: about half a minute")
+                was_said = True
