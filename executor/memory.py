@@ -19,6 +19,7 @@ from protocol.config import Config
 CPU_SHARE = 0.4
 
 KVShape = tuple[int, int, int]  # num_kv_heads, key_head_size, value_head_size
+KVCaches = list[tuple[Tensor, Tensor]]  # of each layer: k_cache_NKDP, v_cache_NKPD
 
 
 class PoolSize(NamedTuple):
@@ -45,8 +46,7 @@ def size_pool(
     That is `kv_cache_memory_bytes` if it is set. Otherwise it is a share of memory, but no more than `max_num_seqs`
     sequences of `max_model_len` tokens fill: on a GPU what `gpu_memory_utilization` leaves, on the CPU 40 % of what
     this process may still use, which `num_sharing` executors divide; either less `activation_bytes`. Raises ValueError
-    if not even one sequence of
-    `max_model_len` tokens fits.
+    if not even one sequence of `max_model_len` tokens fits.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:
@@ -93,7 +93,7 @@ def block_bytes(kv_shapes: Sequence[KVShape], block_size: int, dtype: torch.dtyp
 
 def allocate_kv_caches(
     kv_shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[Tensor, Tensor]]:
+) -> KVCaches:
     """Return each layer's k_cache_NKDP and v_cache_NKPD, zero; on the CPU a page takes memory once it is written.
 
     Raises ValueError if the system does not give that much.

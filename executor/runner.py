@@ -5,7 +5,6 @@ goes from one step to the next on the device, and the host learns of it meanwhil
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,6 +16,8 @@ from executor.device import Device, device_of
 from executor.graphs import DecodeGraphs
 from executor.inputs import StepInputs
 from executor.launched import Launched, PromptSlice, StepOutputs
+from executor.memory import KVCaches
+from executor.models import Model
 from executor.models.layers import ALONE, TensorParallel
 from executor.packing import Share, StepArrays, pack, pending_rows
 from executor.sampler import Sampled
@@ -27,18 +28,6 @@ from protocol.messages import BlockCopy, NeedInit, Step, StepResult
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
 
 PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once: they are as wide as the vocabulary
-
-KVCaches = list[tuple[Tensor, Tensor]]
-
-
-class Model(Protocol):
-    """What the runner runs; `executor.models.Decoder` is one."""
-
-    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
-        """Store the step's keys and values; return hidden_TE."""
-
-    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return logits_SV, float32; with several ranks, only rank 0's are of the whole vocabulary."""
 
 
 class ModelRunner:

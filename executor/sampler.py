@@ -14,7 +14,6 @@ not finite (a broken checkpoint, an overflow) are clamped and counted: the seque
 """
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -28,16 +27,11 @@ from protocol.messages import Logprobs
 # S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of C tokens of the vocabulary, N logits
 
 LARGEST_LOGIT = -MASKED_LOGIT
+PURPOSE = 0  # of a random number; for another purpose the numbers of the same positions would be independent of these
 BLOCK = 256  # tokens
 TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
 
 Array = TypeVar("Array", Tensor, np.ndarray)
-
-
-class Purpose(IntEnum):
-    """What a number is drawn for: purposes at one position are independent of one another."""
-
-    SAMPLE = 0
 
 
 class TokenLogprobs(NamedTuple, Generic[Array]):
@@ -183,7 +177,7 @@ def _choose(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend) -> Te
     if len(greedy_R):
         token_ids_S[greedy_R] = _argmax(_select(logits_SV, greedy_R))
     if len(draws.row_R):
-        uniform_R = backend.uniform(draws.seed_R, draws.position_R, Purpose.SAMPLE)
+        uniform_R = backend.uniform(draws.seed_R, draws.position_R, PURPOSE)
         token_ids_S[draws.row_R] = _draw(_select(logits_SV, draws.row_R), draws, uniform_R, backend)
     return token_ids_S
 

@@ -13,7 +13,7 @@ from executor.gguf import GGUFWeights
 from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture
 from executor.models.config import read_model_config as read_native_config
 from executor.models.decoder import Decoder
-from executor.models.interface import LoadedModel, ModelDescription
+from executor.models.interface import LoadedModel, Model, ModelDescription
 from executor.models.layers import ALONE, TensorParallel
 from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
@@ -25,6 +25,7 @@ from kernels import Backend
 __all__ = [
     "Decoder",
     "LoadedModel",
+    "Model",
     "ModelConfig",
     "ModelDescription",
     "TensorParallel",

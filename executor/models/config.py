@@ -8,12 +8,11 @@ from typing import Any, Literal
 import msgspec
 import torch
 
+from executor.dtypes import DTYPES
 from executor.memory import KVShape
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope, rotary_frequencies
 from executor.quantization import Quantization, read_quantization
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

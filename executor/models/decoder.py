@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.inputs import StepInputs
+from executor.memory import KVCaches, KVShape
 from executor.models.alibi import alibi_slopes
 from executor.models.config import ModelConfig
 from executor.models.layers import (
@@ -139,7 +140,7 @@ class DecoderStack(Module):
         self.cos_sin_PR = cos_sin_PR
         self.kv_shapes = [(layer.self_attn.num_kv_heads, config.head_dim, config.head_dim) for layer in layers]
 
-    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         x_TE = self.embed_tokens(inputs.token_ids_T)
         residual_TE = torch.zeros_like(x_TE, dtype=torch.float32)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
@@ -162,7 +163,7 @@ class Decoder(Module):
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int, int]]:
+    def kv_shapes(self) -> list[KVShape]:
         """Return each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
         return self.model.kv_shapes
 
@@ -177,11 +178,8 @@ class Decoder(Module):
         return packed_weights(self)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`.
-
-        `kv_caches` holds each layer's (k_cache_NKDP, v_cache_NKPD), in the model's dtype.
-        """
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
         return self.model(inputs, kv_caches)
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from executor.inputs import StepInputs
-from executor.memory import KVShape
+from executor.memory import KVCaches, KVShape
 from executor.quantization import Quantization
 
 # T tokens of this step, S rows, E hidden size, V vocabulary
@@ -46,8 +46,21 @@ class ModelDescription(Protocol):
         """Return as text, equal where they are, the rotary frequencies that depend on `max_model_len`."""
 
 
-class LoadedModel(Protocol):
-    """A causal language model over a paged KV cache, ready to run."""
+class Model(Protocol):
+    """A causal language model over a paged KV cache: what the runner runs."""
+
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
+
+    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
+        """Return logits_SV, float32, of the given rows of `forward`'s result.
+
+        All ranks must ask for them; only rank 0's are of the whole vocabulary.
+        """
+
+
+class LoadedModel(Model, Protocol):
+    """A Model that was read from a checkpoint, as the executor's start knows it."""
 
     num_layers: int
     vocab_size: int
@@ -66,9 +79,3 @@ class LoadedModel(Protocol):
 
     def parameters(self) -> Iterable[Tensor]:
         """Return the weights that are not in `products`."""
-
-    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
-
-    def compute_logits(self, hidden_SE: Tensor) -> Tensor:
-        """Return logits_SV, float32, of the given rows of `forward`'s result."""

@@ -95,7 +95,7 @@ def test_philox_gives_the_numbers_of_its_authors():
 
 
 def test_uniform_numbers_lie_in_the_unit_interval_and_differ_by_seed_and_position():
-    numbers = [uniform(seed, position, sampler.Purpose.SAMPLE) for seed in (0, 1, MASK) for position in range(500)]
+    numbers = [uniform(seed, position, sampler.PURPOSE) for seed in (0, 1, MASK) for position in range(500)]
     assert all(0 <= number < 1 for number in numbers)
     assert len(set(numbers)) == len(numbers)
     assert abs(np.mean(numbers) - 0.5) < 0.03
@@ -172,7 +172,7 @@ def test_the_seed_and_the_output_position_choose_the_number():
     tokens = [sample_one(logits_V, sequence(seed=seed)) for seed in range(20)]
     assert len(set(tokens)) > 15
     seq = sequence(output=[1, 2], seed=5)
-    expected = int(uniform(5, 2, sampler.Purpose.SAMPLE) * 1024)
+    expected = int(uniform(5, 2, sampler.PURPOSE) * 1024)
     assert sample_one(logits_V, seq) == expected
 
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from executor.device import Device
 from executor.inputs import StepInputs
-from executor.memory import allocate_kv_caches
+from executor.memory import KVCaches, allocate_kv_caches
 from executor.runner import ModelRunner
 from kernels import cpu
 
@@ -20,7 +20,7 @@ class CacheModel:
         self.num_forwards = 0
         self.fails_at: int | None = None  # forward passes
 
-    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         self.num_forwards += 1
         if self.num_forwards == self.fails_at:
             raise ArithmeticError("told to fail")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from executor.inputs import StepInputs
-from executor.memory import KVShape
+from executor.memory import KVCaches, KVShape
 from kernels import Backend
 
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences
@@ -51,7 +51,7 @@ class CurrentStep:
 
     backend: Backend
     inputs: StepInputs | None = None
-    kv_caches: list[tuple[Tensor, Tensor]] | None = None
+    kv_caches: KVCaches | None = None
 
 
 class PagedLayer:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from executor.inputs import StepInputs
-from executor.memory import KVShape
+from executor.memory import KVCaches, KVShape
 from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
 from executor.quantization import round_weight
@@ -65,7 +65,7 @@ class BorrowedDecoder(nn.Module):
         return [module.packed for module in self.modules() if isinstance(module, PackedLinear)]
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInputs, kv_caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
         self.current.inputs, self.current.kv_caches = inputs, kv_caches
         output = self._body[0](
