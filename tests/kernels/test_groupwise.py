@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import GroupwiseWeight, choose_backend, cpu, reference
+from kernels import GroupwiseWeight, cpu, reference
 from kernels.groupwise import concatenate, pack_codes
 
 
@@ -60,16 +60,14 @@ def test_forms_that_do_not_fit_are_refused() -> None:
         GroupwiseWeight(weight.codes_NB, 4, 64, weight.scales_NG, None)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 16)])
-def test_products_and_rows_are_those_of_the_dequantized_weight(bits: int, group_size: int, backend: str) -> None:
+def test_the_references_products_and_rows_are_those_of_the_dequantized_weight(bits: int, group_size: int) -> None:
     weight = make_weight(bits, group_size, 48, 64, True)
-    kernels = choose_backend(backend).backend
-    layer = kernels.pack_linear(weight, torch.ones(48))
+    layer = reference.pack_linear(weight, torch.ones(48))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(kernels.linear(x, layer), x @ weight.dequantize().T + 1, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(reference.linear(x, layer), x @ weight.dequantize().T + 1, rtol=1e-4, atol=1e-4)
     ids = torch.tensor([0, 47, 3])
-    torch.testing.assert_close(kernels.embedding(ids, layer, torch.float32), weight.dequantize()[ids])
+    torch.testing.assert_close(reference.embedding(ids, layer, torch.float32), weight.dequantize()[ids])
 
 
 FORMS = pytest.mark.parametrize(
@@ -164,31 +162,3 @@ def test_what_the_cpu_cannot_multiply_is_refused() -> None:
     ragged = GroupwiseWeight(torch.zeros(2, 40, dtype=torch.uint8), 8, 16, torch.ones(2, 2), None)
     with pytest.raises(ValueError, match="40 inputs"):
         cpu.pack_linear(ragged)
-
-
-@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "triton"])
-def test_a_backend_that_the_machine_lacks_is_refused_with_those_it_has(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU, so it has triton")
-    with pytest.raises(ValueError, match=r"it has: auto, cpu, reference$"):
-        choose_backend(name)
-
-
-def test_attention_without_fused_operations_is_the_same_in_the_reference() -> None:
-    """The reference's attention against torch's own, which has no paging."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(6, heads, 8, generator=generator) for heads in (4, 2, 2))
-    k_cache, v_cache = torch.zeros(4, 2, 8, 4), torch.zeros(4, 2, 4, 8)
-    slots = torch.tensor([8, 9, 10, 11, 0, 1])
-    reference.store_kv(k, v, k_cache, v_cache, slots)
-    out = reference.paged_attention(
-        *(q, k_cache, v_cache, torch.tensor([[2, 0]], dtype=torch.int32)),
-        *(torch.tensor([0, 6], dtype=torch.int32), torch.tensor([6], dtype=torch.int32), 0.3),
-    )
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=0.3, enable_gqa=True
-    )
-    torch.testing.assert_close(out, expected.transpose(0, 1))
