@@ -10,7 +10,8 @@ from torch import nn
 
 from executor.memory import KVShape
 from executor.models import Decoder, ModelConfig, TensorParallel
-from executor.models.layers import ALONE, Layer, Linear, LMHead
+from executor.models.layers import Layer, Linear, LMHead
+from executor.parallel import ALONE
 from kernels import Backend
 
 ROUNDED_GROUP_SIZE = 128  # inputs that share a scale where `--quantization` rounds

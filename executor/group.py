@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed
 
-from executor.models import TensorParallel
-from executor.models.layers import ALONE
+from executor.parallel import ALONE, TensorParallel
 from executor.runner import ModelRunner
 from protocol.config import Config
 from protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode

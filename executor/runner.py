@@ -18,8 +18,8 @@ from executor.inputs import StepInputs
 from executor.launched import Launched, PromptSlice, StepOutputs
 from executor.memory import KVCaches
 from executor.models import Model
-from executor.models.layers import ALONE, TensorParallel
 from executor.packing import Share, StepArrays, pack, pending_rows
+from executor.parallel import ALONE, TensorParallel
 from executor.sampler import Sampled
 from executor.sequences import SequenceState
 from kernels import Backend

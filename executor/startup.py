@@ -16,15 +16,15 @@ from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
 from executor.group import check_agreement, join_group, num_local_ranks, own_device
 from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
-from executor.models import LoadedModel, ModelDescription, TensorParallel, load_model, read_model_config
-from executor.models.layers import ALONE
+from executor.models import LoadedModel, ModelDescription, load_model, read_model_config
 from executor.models.split import check_size, num_kv_heads_of_rank
+from executor.parallel import ALONE, TensorParallel
 from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
 from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
 from kernels import Backend, ChosenBackend
-from kernels.cpu import PackedGroupwise
+from kernels.cpu import GroupwiseLinear
 from protocol.config import FIELDS, Config
 from protocol.messages import ExecutorReady
 from protocol.sockets import new_identity
@@ -170,7 +170,7 @@ def _fingerprint(config: Config, choices: Choices) -> str:
 
 
 def _has_groupwise(model: LoadedModel) -> bool:
-    return any(isinstance(packed, PackedGroupwise) for packed in model.products)
+    return any(isinstance(packed, GroupwiseLinear) for packed in model.products)
 
 
 def _log_weights(model: LoadedModel) -> None:

@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from executor.graphs import DecodeGraphs, batch_sizes, table_widths
 from executor.inputs import StepInputs
-from executor.models import TensorParallel
+from executor.parallel import TensorParallel
 from executor.runner import ModelRunner
 from kernels.cpu.warm_up import warm_up as compile_each
 from protocol.config import Config

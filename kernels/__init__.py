@@ -19,10 +19,10 @@ import os
 
 import torch
 
-from kernels.backend import Backend
+from kernels.backend import Backend, PackedLinear
 from kernels.groupwise import GroupwiseWeight
 
-__all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "available_backends", "choose_backend"]
+__all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "PackedLinear", "available_backends", "choose_backend"]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

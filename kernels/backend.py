@@ -20,6 +20,18 @@ from torch import Tensor
 from kernels.groupwise import GroupwiseWeight
 
 
+class PackedLinear(Protocol):
+    """A linear layer in the form that its products take: only the backend that made it looks inside."""
+
+    @property
+    def form(self) -> str:
+        """What it is, in words."""
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+
+
 class Backend(Protocol):
     """The functions that a model is made of; a module of this package has them."""
 
@@ -115,11 +127,10 @@ class Backend(Protocol):
     def gather_logprobs(self, logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's log_softmax at its token (float32), and the token's rank, from 1 (int32)."""
 
-    def pack_linear(self, weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> Any:
-        """Return a linear layer of N outputs in the form that its products take on this device.
+    def pack_linear(self, weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PackedLinear:
+        """Return a linear layer of N outputs, for `linear` of the same backend.
 
-        The result is for `linear` of the same backend; its `form` says in words what it is, its `nbytes` what it
-        takes. A plain weight_NE is copied: drop it to free its memory. A GroupwiseWeight stays quantized.
+        A plain weight_NE is copied: drop it to free its memory. A GroupwiseWeight stays quantized.
         """
 
     def linear(self, x_TE: Tensor, layer: Any, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -14,10 +14,10 @@ from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture
 from executor.models.config import read_model_config as read_native_config
 from executor.models.decoder import Decoder
 from executor.models.interface import LoadedModel, Model, ModelDescription
-from executor.models.layers import ALONE, TensorParallel
 from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
 from executor.models.split import check_size
+from executor.parallel import ALONE, TensorParallel
 from executor.quantization import Quantization, choose_rounding
 from executor.weights import Checkpoint, DummyWeights, load_weights
 from kernels import Backend

@@ -4,8 +4,6 @@ Attribute names are the checkpoint's names; `executor.weights` knows which layer
 float32, everything else has the dtype of the weights.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -14,18 +12,17 @@ from executor.memory import KVCaches, KVShape
 from executor.models.alibi import alibi_slopes
 from executor.models.config import ModelConfig
 from executor.models.layers import (
-    ALONE,
     ColumnParallelLinear,
     LMHead,
     Module,
     QKVParallelLinear,
     RMSNorm,
     RowParallelLinear,
-    TensorParallel,
     VocabParallelEmbedding,
     packed_weights,
 )
-from kernels import Backend
+from executor.parallel import ALONE, TensorParallel
+from kernels import Backend, PackedLinear
 
 # T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
 # V vocabulary, P positions, R rotary size
@@ -173,8 +170,8 @@ class Decoder(Module):
         return self.model.layers
 
     @property
-    def products(self) -> list[Any]:
-        """Return what the backend made of the linear layers."""
+    def products(self) -> list[PackedLinear]:
+        """Return what the backend made of weights, each once."""
         return packed_weights(self)
 
     @torch.inference_mode()

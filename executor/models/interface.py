@@ -1,7 +1,7 @@
 """What both tiers of models are to the rest of the executor: a description before the weights, and a model after."""
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
 from executor.quantization import Quantization
+from kernels import PackedLinear
 
 # T tokens of this step, S rows, E hidden size, V vocabulary
 
@@ -74,8 +75,8 @@ class LoadedModel(Model, Protocol):
         """One module for each layer, called once in a forward pass."""
 
     @property
-    def products(self) -> list[Any]:
-        """What the backend made of the linear layers."""
+    def products(self) -> list[PackedLinear]:
+        """What the backend made of weights, each once."""
 
     def parameters(self) -> Iterable[Tensor]:
         """Return the weights that are not in `products`."""

@@ -5,83 +5,16 @@ a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from executor.models.split import num_kv_heads_of_rank
+from executor.parallel import TensorParallel
 from executor.shards import Shard
-from kernels import Backend, GroupwiseWeight
+from kernels import Backend, GroupwiseWeight, PackedLinear
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class TensorParallel:
-    """This process's place among those that share one model."""
-
-    rank: int = 0
-    world_size: int = 1
-    group: distributed.ProcessGroup | None = None
-
-    def share(self, num: int, what: str) -> int:
-        """Return this rank's share of `num`. Raises ValueError if it does not divide."""
-        if num % self.world_size:
-            raise ValueError(f"{what} ({num}) cannot be divided among {self.world_size} ranks")
-        return num // self.world_size
-
-    def shard(self, size: int, dim: int = 0) -> Shard:
-        """Return this rank's part of a tensor that has `size` along `dim`."""
-        return Shard(size, dim, self.rank, self.world_size)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, which it may overwrite; on the CPU its bits depend on nothing else.
-
-        The ring that gloo sums along cuts a tensor by its length, so that a row's bits would depend on the batch:
-        there every rank adds all parts in the order of ranks.
-        """
-        if self.world_size == 1:
-            return x
-        if x.device.type != "cpu":
-            distributed.all_reduce(x, group=self.group)
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        distributed.all_gather(parts, x, group=self.group)
-        for part in parts[1:]:
-            parts[0] += part
-        return parts[0]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, joined along the last dimension in the order of ranks; only rank 0 gets more than
-        its own."""
-        if self.world_size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
-        distributed.gather(x, parts, dst=0, group=self.group)
-        return torch.cat(parts, dim=-1) if parts is not None else x
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        """Return `x`, overwritten by rank 0's."""
-        if self.world_size > 1:
-            distributed.broadcast(x, src=0, group=self.group)
-        return x
-
-    def wait(self) -> None:
-        """Return once every rank is here."""
-        self.least(0)
-
-    def least(self, number: int) -> int:
-        """Return the least of every rank's `number`, once every rank is here."""
-        if self.world_size == 1:
-            return number
-        least = torch.tensor(number)
-        distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=self.group)
-        return int(least)
-
-
-ALONE = TensorParallel()
 
 
 class Module(nn.Module):
@@ -145,7 +78,7 @@ class Linear(Layer):
 
     bias: Tensor | None
     parts: list[Tensor | GroupwiseWeight]  # of the weight, between `take` and `finish_loading`
-    packed: list[Any]  # what the backend makes of each part and its bias
+    packed: list[PackedLinear]  # of each part and its bias
 
     def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend) -> None:
         super().__init__()
@@ -245,7 +178,7 @@ class VocabParallelEmbedding(Layer):
 
     can_be_quantized = True
 
-    packed: Any  # what the backend makes of a quantized weight; None for a plain one
+    packed: PackedLinear | None  # of a quantized weight; None for a plain one
     dtype: torch.dtype
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: TensorParallel, backend: Backend) -> None:
@@ -309,7 +242,7 @@ class LMHead(Linear):
         return self.parallel.gather(self._product(x_TE, torch.float32))[:, : self.vocab_size]
 
 
-def packed_weights(model: nn.Module) -> list[Any]:
+def packed_weights(model: nn.Module) -> list[PackedLinear]:
     """Return what the backend made of weights, each once: a head may share the embedding's."""
     products = [packed for layer in model.modules() if isinstance(layer, Linear) for packed in layer.packed]
     embeddings = [layer.packed for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]

@@ -24,13 +24,12 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.groupwise import PackedGroupwise
-from kernels.cpu.products import PackedLinear, embedding, linear, pack_linear
+from kernels.cpu.groupwise import GroupwiseLinear
+from kernels.cpu.products import embedding, linear, pack_linear
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
-    "PackedGroupwise",
-    "PackedLinear",
+    "GroupwiseLinear",
     "add_rms_norm",
     "draw",
     "embedding",
@@ -40,7 +39,6 @@ __all__ = [
     "pack_linear",
     "paged_attention",
     "rms_norm",
-    "rotary_embedding",
     "rotate_and_store_kv",
     "scale_to_probs",
     "set_num_threads",

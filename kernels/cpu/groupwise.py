@@ -16,7 +16,7 @@ from kernels.groupwise import GroupwiseWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedGroupwise:
+class GroupwiseLinear:
     """A linear layer in the layout of `kernels.cpu.groupwise_kernels`, with outputs padded to whole panels."""
 
     codes: Tensor  # int32, (panels, words a row, PANEL)
@@ -45,7 +45,7 @@ class PackedGroupwise:
         return codes, scales, offsets, bias
 
 
-def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PackedGroupwise:
+def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> GroupwiseLinear:
     """Return a layer that holds nothing of `weight`. Raises ValueError if the weight is not what its class says."""
     for name, values in (("scales", weight.scales_NG), ("offsets", weight.offsets_NG)):
         if values is not None and (values.dtype not in (torch.float16, torch.float32) or not values.is_cpu):
@@ -53,7 +53,7 @@ def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PackedGroupwise:
     if weight.num_inputs % weight.group_size != 0:
         raise ValueError(f"{weight.num_inputs} inputs are no whole number of groups of {weight.group_size}")
     codes_NB = weight.codes_NB.clone(memory_format=torch.contiguous_format)  # from an address that suits int32
-    return PackedGroupwise(
+    return GroupwiseLinear(
         codes=_in_panels(codes_NB.view(torch.int32)),
         scales=_in_panels(weight.scales_NG),
         offsets=None if weight.offsets_NG is None else _in_panels(weight.offsets_NG),
@@ -65,7 +65,7 @@ def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PackedGroupwise:
     )
 
 
-def linear(x_TK: Tensor, layer: PackedGroupwise, out_dtype: torch.dtype | None) -> Tensor:
+def linear(x_TK: Tensor, layer: GroupwiseLinear, out_dtype: torch.dtype | None) -> Tensor:
     """See `kernels.backend`; sums are float32 and rounded once. A row has the same bits among any number of rows."""
     if x_TK.ndim != 2 or x_TK.shape[1] != layer.num_inputs or not x_TK.is_cpu:
         raise ValueError(f"expected {layer.num_inputs} inputs a row on the CPU, not {tuple(x_TK.shape)}")
@@ -79,7 +79,7 @@ def linear(x_TK: Tensor, layer: PackedGroupwise, out_dtype: torch.dtype | None) 
     return out_TN
 
 
-def embedding(token_ids_T: Tensor, layer: PackedGroupwise, dtype: torch.dtype) -> Tensor:
+def embedding(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`. Raises IndexError on a token (int64) without a row."""
     token_ids_T = contiguous(token_ids_T, torch.int64)
     require_inside("id", token_ids_T, 0, layer.num_outputs)
@@ -90,7 +90,7 @@ def embedding(token_ids_T: Tensor, layer: PackedGroupwise, dtype: torch.dtype) -
 
 
 def _sizes(
-    num_rows: int, layer: PackedGroupwise, out_dtype: torch.dtype, x_dtype: torch.dtype
+    num_rows: int, layer: GroupwiseLinear, out_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> tuple[int, int, int, int, int, int, int, int, int]:
     """Return the fields of `groupwise_kernels.Product` from num_rows on."""
     for dtype in (out_dtype, x_dtype):

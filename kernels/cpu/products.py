@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu import groupwise
-from kernels.cpu.groupwise import PackedGroupwise
+from kernels.cpu.groupwise import GroupwiseLinear
 from kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
@@ -24,8 +24,8 @@ PACKED_FOR_ROWS = 32  # the number of rows for which oneDNN chooses the weight's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
-    """A linear layer in the form its products take; the weight it was made from is no longer needed."""
+class PlainLinear:
+    """A linear layer whose weight oneDNN has reordered; the one it was made from is no longer needed."""
 
     packed: Tensor  # opaque
     bias_N: Tensor | None  # in the dtype of the product
@@ -41,7 +41,7 @@ class PackedLinear:
         return self.num_inputs * self.num_outputs * self.packed.dtype.itemsize
 
 
-def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PackedLinear | PackedGroupwise:
+def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PlainLinear | GroupwiseLinear:
     """See `kernels.backend`.
 
     A row's product has the same bits among any number of rows: that is tried out, once for each shape. Raises
@@ -55,7 +55,7 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
     compute_dtype = _compute_dtype(dtype)
     num_outputs, num_inputs = weight_NK.shape
     least, most = invariant_rows(num_outputs, num_inputs, compute_dtype, torch.get_num_threads())
-    return PackedLinear(
+    return PlainLinear(
         packed=_reorder(weight_NK.to(compute_dtype)),
         bias_N=None if bias_N is None else bias_N.to(compute_dtype, copy=True),
         num_inputs=num_inputs,
@@ -67,13 +67,13 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
     )
 
 
-def linear(x_MK: Tensor, layer: PackedLinear | PackedGroupwise, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.backend`.
 
     With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded where the product is computed in
-    float32; a machine with bfloat16 instructions has rounded them (see `PackedLinear.form`).
+    float32; a machine with bfloat16 instructions has rounded them (see `PlainLinear.form`).
     """
-    if isinstance(layer, PackedGroupwise):
+    if isinstance(layer, GroupwiseLinear):
         return groupwise.linear(x_MK, layer, out_dtype)
     if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.dtype:
         raise ValueError(
@@ -88,7 +88,7 @@ def linear(x_MK: Tensor, layer: PackedLinear | PackedGroupwise, out_dtype: torch
     return torch.cat([_slice(part, layer).to(out_dtype) for part in torch.split(x_MK, layer.max_rows)])
 
 
-def embedding(token_ids_T: Tensor, layer: PackedGroupwise, dtype: torch.dtype) -> Tensor:
+def embedding(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`."""
     return groupwise.embedding(token_ids_T, layer, dtype)
 
@@ -122,7 +122,7 @@ def _begins_with(y_MN: Tensor, expected_MN: Tensor) -> bool:
     return torch.equal(y_MN[:common], expected_MN[:common])
 
 
-def _slice(x_MK: Tensor, layer: PackedLinear) -> Tensor:
+def _slice(x_MK: Tensor, layer: PlainLinear) -> Tensor:
     """Return the product of at most `max_rows` rows, in the dtype of the product."""
     num_rows = x_MK.shape[0]
     x_MK = x_MK.to(layer.packed.dtype)

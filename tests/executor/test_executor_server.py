@@ -2,7 +2,7 @@ import pytest
 import zmq
 
 from executor.group import Relay
-from executor.models.layers import ALONE
+from executor.parallel import ALONE
 from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner

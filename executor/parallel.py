@@ -1,0 +1,74 @@
+"""One rank's place among those that share a model, and what passes between them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from executor.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """This process's place among those that share one model."""
+
+    rank: int = 0
+    world_size: int = 1
+    group: distributed.ProcessGroup | None = None
+
+    def share(self, num: int, what: str) -> int:
+        """Return this rank's share of `num`. Raises ValueError if it does not divide."""
+        if num % self.world_size:
+            raise ValueError(f"{what} ({num}) cannot be divided among {self.world_size} ranks")
+        return num // self.world_size
+
+    def shard(self, size: int, dim: int = 0) -> Shard:
+        """Return this rank's part of a tensor that has `size` along `dim`."""
+        return Shard(size, dim, self.rank, self.world_size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's `x`, which it may overwrite; on the CPU its bits depend on nothing else.
+
+        The ring that gloo sums along cuts a tensor by its length, so that a row's bits would depend on the batch:
+        there every rank adds all parts in the order of ranks.
+        """
+        if self.world_size == 1:
+            return x
+        if x.device.type != "cpu":
+            distributed.all_reduce(x, group=self.group)
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world_size)]
+        distributed.all_gather(parts, x, group=self.group)
+        for part in parts[1:]:
+            parts[0] += part
+        return parts[0]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, joined along the last dimension in the order of ranks; only rank 0 gets more than
+        its own."""
+        if self.world_size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
+        distributed.gather(x, parts, dst=0, group=self.group)
+        return torch.cat(parts, dim=-1) if parts is not None else x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Return `x`, overwritten by rank 0's."""
+        if self.world_size > 1:
+            distributed.broadcast(x, src=0, group=self.group)
+        return x
+
+    def wait(self) -> None:
+        """Return once every rank is here."""
+        self.least(0)
+
+    def least(self, number: int) -> int:
+        """Return the least of every rank's `number`, once every rank is here."""
+        if self.world_size == 1:
+            return number
+        least = torch.tensor(number)
+        distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=self.group)
+        return int(least)
+
+
+ALONE = TensorParallel()
