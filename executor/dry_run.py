@@ -18,7 +18,7 @@ import torch
 from executor.dtypes import choose_dtype, has_bfloat16
 from executor.footprint import Footprint, WeightForm, native_footprints, read_transformers_model, weight_form
 from executor.memory import CPU_SHARE, usable_bytes
-from executor.models.config import ARCHITECTURES, read_model_config
+from executor.models.config import ARCHITECTURES, read_architecture, read_native_config
 from executor.startup import choose_max_model_len
 from kernels import ChosenBackend
 from protocol.config import Config
@@ -76,7 +76,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
     raw = _read_config(directory / "config.json")
     form = weight_form(raw.get("quantization_config"), config.quantization)
     if set(raw.get("architectures") or ()) & ARCHITECTURES.keys():
-        model = read_model_config(directory)
+        model = read_native_config(directory, read_architecture(directory))
         footprints = native_footprints(model, chosen.backend)
         max_model_len = choose_max_model_len(config.max_model_len, model)
         architecture, tier, checkpoint_dtype = model.architecture, "native", model.dtype

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from executor.gguf import GGUFWeights
-from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture
-from executor.models.config import read_model_config as read_native_config
+from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
 from executor.models.decoder import Decoder
 from executor.models.interface import LoadedModel, Model, ModelDescription
 from executor.models.renaming import renamed
@@ -44,7 +43,7 @@ def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Mo
     """
     architecture = read_architecture(directory)
     if architecture in ARCHITECTURES:
-        return read_native_config(directory)
+        return read_native_config(directory, architecture)
     from executor.models.borrowed import read_borrowed_config
 
     return read_borrowed_config(directory, architecture, trust_remote_code=trust_remote_code)

@@ -24,20 +24,22 @@ class Architecture:
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     sliding_window: Literal["none", "all", "layer_types"] = "none"
-    rotary_share: float = 1.0  # of a head's components, the first ones
+    partial_rotary_factor: float = 1.0  # of a head's components, the first ones
     renaming: str | None = None  # of `executor.models.renaming`, where weights have other names
     translate: Callable[[dict[str, Any]], Translated] | None = None  # of a config.json with other keys
 
 
+BAICHUAN = Architecture(renaming="baichuan", translate=translate_baichuan)
+CHATGLM = Architecture(partial_rotary_factor=0.5, renaming="chatglm", translate=translate_chatglm)
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture(reads_attention_bias=True, reads_mlp_bias=True),
     "MistralForCausalLM": Architecture(sliding_window="all"),
     "Qwen2ForCausalLM": Architecture(qkv_bias=True, sliding_window="layer_types"),
     "Qwen3ForCausalLM": Architecture(reads_attention_bias=True, qk_norm=True, sliding_window="layer_types"),
-    "BaichuanForCausalLM": Architecture(renaming="baichuan", translate=translate_baichuan),
-    "BaiChuanForCausalLM": Architecture(renaming="baichuan", translate=translate_baichuan),
-    "ChatGLMModel": Architecture(rotary_share=0.5, renaming="chatglm", translate=translate_chatglm),
-    "ChatGLMForConditionalGeneration": Architecture(rotary_share=0.5, renaming="chatglm", translate=translate_chatglm),
+    "BaichuanForCausalLM": BAICHUAN,
+    "BaiChuanForCausalLM": BAICHUAN,  # Baichuan-7B spells it so
+    "ChatGLMModel": CHATGLM,
+    "ChatGLMForConditionalGeneration": CHATGLM,
     "QWenLMHeadModel": Architecture(qkv_bias=True, renaming="qwen", translate=translate_qwen),
 }
 
@@ -144,13 +146,12 @@ def read_architecture(directory: Path) -> str:
     return architectures[0]
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """Return the ModelConfig of a directory whose architecture is one of ARCHITECTURES.
+def read_native_config(directory: Path, architecture: str) -> ModelConfig:
+    """Return the ModelConfig of a directory whose `architecture` is one of ARCHITECTURES.
 
     Raises ValueError, naming it, for what is not supported.
     """
     path = directory / "config.json"
-    architecture = read_architecture(directory)
     try:
         row = ARCHITECTURES[architecture]
         keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
@@ -177,7 +178,7 @@ def _resolve(
         num_heads=checkpoint.num_attention_heads,
         num_kv_heads=checkpoint.num_key_value_heads or checkpoint.num_attention_heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * row.rotary_share),
+        rotary_dim=int(head_dim * row.partial_rotary_factor),
         rms_norm_eps=checkpoint.rms_norm_eps,
         max_position_embeddings=checkpoint.max_position_embeddings,
         rope=_rope(checkpoint),

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from executor.models.config import read_model_config
+from executor.models import read_model_config
 from executor.models.rotary import rotary_frequencies, rotary_table
 
 SCALINGS: dict[str, dict[str, Any]] = {
