@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from octavo.errors import ModelError
+from octavo.older.vocabulary import merges, read_vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,14 +52,11 @@ class SentencePieceModel:
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
     """Return the model in `path`. Raises ModelError if it is missing, damaged, or not of the kind BPE."""
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist: it is the tokenizer of this model. Download the model again.")
+    content = read_vocabulary(path)
     try:
-        message = _fields(path.read_bytes())
-        model = _model(message)
+        return _model(_fields(content))
     except (ValueError, IndexError, TypeError, struct.error) as error:
         raise ModelError(f"{path} is no SentencePiece model: {error}. Download the model again.") from error
-    return model
 
 
 def build_bpe(model: SentencePieceModel, special_tokens: Sequence[str] = ()) -> "Tokenizer":
@@ -69,11 +67,12 @@ def build_bpe(model: SentencePieceModel, special_tokens: Sequence[str] = ()) -> 
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocab = {piece.text: token_id for token_id, piece in enumerate(model.pieces)}
+    normal = [(i, piece) for i, piece in enumerate(model.pieces) if piece.type == PieceType.NORMAL]
     whole = [text for text in model.of_type(PieceType.USER_DEFINED) if text not in special_tokens]
     tokenizer = Tokenizer(
         models.BPE(
             vocab=vocab,
-            merges=_merges(model.pieces),
+            merges=merges({piece.text: (-piece.score, i) for i, piece in normal}),
             unk_token=model.unk_piece,
             fuse_unk=True,
             byte_fallback=model.byte_fallback,
@@ -99,18 +98,6 @@ def build_bpe(model: SentencePieceModel, special_tokens: Sequence[str] = ()) -> 
     special = [*model.of_type(PieceType.UNKNOWN, PieceType.CONTROL), *special_tokens]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
-
-
-def _merges(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Return every way to make a piece of two others, in the order in which SentencePiece prefers the results."""
-    normal = {piece.text: (-piece.score, i) for i, piece in enumerate(pieces) if piece.type == PieceType.NORMAL}
-    ranked = [
-        (rank, cut, text)
-        for text, rank in normal.items()
-        for cut in range(1, len(text))
-        if text[:cut] in normal and text[cut:] in normal
-    ]
-    return [(text[:cut], text[cut:]) for _, cut, text in sorted(ranked)]
 
 
 # A message of protocol buffers: the values of each field, by number; nested messages are bytes.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from gateway.tokenizer import BYTES_OF_CHARACTERS
 from octavo.errors import ModelError
+from octavo.older.vocabulary import merges, read_vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -17,10 +18,9 @@ CHARACTERS = {encoded[0]: character for character, encoded in BYTES_OF_CHARACTER
 
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Return the rank, which is the id, of each token's bytes. Raises ModelError if the file is missing or damaged."""
-    if not path.is_file():
-        raise ModelError(f"{path} does not exist: it is the tokenizer of this model. Download the model again.")
+    content = read_vocabulary(path)
     try:
-        lines = (line.split() for line in path.read_bytes().splitlines() if line)
+        lines = (line.split() for line in content.splitlines() if line)
         return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (ValueError, binascii.Error) as error:
         raise ModelError(f"{path} has no ranks of tiktoken: {error}. Download the model again.") from error
@@ -45,8 +45,8 @@ def build_byte_level(
 
     spelled = {token: _spell(token) for token in ranks}
     vocab = {spelled[token]: rank for token, rank in ranks.items()} | dict(special_tokens)
-    merges = [(spelled[left], spelled[right]) for left, right in _merges(ranks)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    spelled_merges = [(spelled[left], spelled[right]) for left, right in merges(ranks)]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=spelled_merges, ignore_merges=True))
     if normalize_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -58,16 +58,6 @@ def build_byte_level(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special_tokens])
     return tokenizer
-
-
-def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    ranked = [
-        (rank, cut, token)
-        for token, rank in ranks.items()
-        for cut in range(1, len(token))
-        if token[:cut] in ranks and token[cut:] in ranks
-    ]
-    return [(token[:cut], token[cut:]) for _, cut, token in sorted(ranked)]
 
 
 def _spell(token: bytes) -> str:
