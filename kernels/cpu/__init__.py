@@ -4,7 +4,7 @@ The functions take what those of `kernels.backend` take, in float32 or bfloat16,
 compiled kernels.
 """
 
-from kernels.cpu import jit  # before torch
+from kernels.cpu import jit as jit  # before torch
 
 # isort: split
 import numba
@@ -35,7 +35,6 @@ __all__ = [
     "embedding",
     "gather_logprobs",
     "linear",
-    "openmp_libraries",
     "pack_linear",
     "paged_attention",
     "rms_norm",
@@ -46,8 +45,6 @@ __all__ = [
     "store_kv",
     "uniform",
 ]
-
-openmp_libraries = jit.openmp_libraries
 
 LEAST_PARALLEL_ELEMENTS = 2**16  # below, a second thread costs more than it brings
 NO_WINDOW = 2**40

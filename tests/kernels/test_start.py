@@ -22,7 +22,7 @@ x = torch.ones(4096, 32)
 kernels.cpu.set_num_threads(2)
 kernels.cpu.rms_norm(x, torch.ones(32), 1e-5)
 (x.T @ x).sum()
-print(len(kernels.cpu.openmp_libraries()))
+print(len(kernels.cpu.jit.openmp_libraries()))
 """
 
 NORM = """
