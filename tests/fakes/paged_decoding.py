@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from executor.inputs import StepInputs
+from executor.memory import allocate_kv_caches
 from executor.models import LoadedModel
 
 
@@ -16,13 +17,7 @@ class PagedDecoding:
     def __init__(self, model: LoadedModel, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         self._model = model
         self._block_size = block_size
-        self._kv_caches = [
-            (
-                torch.zeros(num_blocks, num_kv_heads, key_size, block_size, dtype=dtype),
-                torch.zeros(num_blocks, num_kv_heads, block_size, value_size, dtype=dtype),
-            )
-            for num_kv_heads, key_size, value_size in model.kv_shapes
-        ]
+        self._kv_caches = allocate_kv_caches(model.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
         self._free_blocks: list[int] = order.tolist()
         self._tables: dict[int, list[int]] = {}
