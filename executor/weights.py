@@ -197,11 +197,12 @@ def load_weights(
             owner = layers.get(tied.get(f"{path}.weight", "").removesuffix(".weight"))
             leaves = [leaf for leaf, _ in layer.named_parameters()]
             if owner is None or not layer.tie(owner):
+                parameters = {}
                 for leaf in leaves:
                     sources = [tied.get(part, part) for part in source_names(f"{path}.{leaf}")]
                     bits = rounded_bits if layer.can_be_rounded and leaf == "weight" else None
-                    layer.take(leaf, _read(layer, leaf, sources, source, dtype, device, bits))
-                layer.finish_loading(dtype)
+                    parameters[leaf] = _read(layer, leaf, sources, source, dtype, device, bits)
+                layer.fill(parameters, dtype)
             bar.update(len(leaves))
 
 

@@ -55,7 +55,7 @@ class Attention(Module):
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.head_dim = config.head_dim
         self.sliding_window = sliding_window
-        own_heads = slice(parallel.rank * self.num_heads, (parallel.rank + 1) * self.num_heads)
+        own_heads = slice(*parallel.shard(config.num_heads).bounds)
         self.alibi_slopes_H = None if alibi_slopes_H is None else alibi_slopes_H[own_heads]
         self.backend = backend
 

@@ -4,7 +4,7 @@ Parameters are born on the meta device with this rank's shape; `executor.weights
 a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from executor.shards import Shard
 from kernels import Backend, GroupwiseWeight, PackedLinear
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
+
+# What a parameter is made of: one tensor, or parts of different forms, one after the other.
+Parts = Sequence[Tensor | GroupwiseWeight]
 
 
 class Module(nn.Module):
@@ -27,25 +30,21 @@ class Layer(Module):
     """A module with parameters of its own."""
 
     weight: Tensor
-    can_be_quantized = False  # whether `take` is to be given a weight's groupwise parts as they are
+    can_be_quantized = False  # whether `fill` is to be given a weight's groupwise parts as they are
     can_be_rounded = False  # whether a plain weight may be rounded to few bits where that is asked for
 
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         """Return which part of the checkpoint parameter `leaf` is: one Shard for each layer it is fused from."""
         raise NotImplementedError
 
-    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
-        """Take what parameter `leaf` is made of: one tensor, or parts of different forms, one after the other."""
-        [whole] = parts
-        assert isinstance(whole, Tensor)
-        setattr(self, leaf, nn.Parameter(whole, requires_grad=False))
+    def fill(self, parameters: Mapping[str, Parts], dtype: torch.dtype) -> None:
+        """Take all parameters, in the form that runs with activations of `dtype`."""
+        for leaf, parts in parameters.items():
+            setattr(self, leaf, nn.Parameter(_plain(parts), requires_grad=False))
 
     def tie(self, owner: "Layer") -> bool:
         """Share what `owner`, whose weight this layer's is as well, has packed. Return whether there is such."""
         return False
-
-    def finish_loading(self, dtype: torch.dtype) -> None:
-        """Turn what was taken into the form that runs with activations of `dtype`."""
 
 
 class RMSNorm(Layer):
@@ -77,7 +76,6 @@ class Linear(Layer):
     can_be_rounded = True
 
     bias: Tensor | None
-    parts: list[Tensor | GroupwiseWeight]  # of the weight, between `take` and `finish_loading`
     packed: list[PackedLinear]  # of each part and its bias
 
     def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend) -> None:
@@ -85,19 +83,14 @@ class Linear(Layer):
         self.backend = backend
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
+        self.adds_bias = bias
 
-    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
-        if leaf == "weight":
-            self.parts = list(parts)
-        else:
-            super().take(leaf, parts)
-
-    def finish_loading(self, dtype: torch.dtype) -> None:
-        bias = self._own_bias()
-        sizes = [num_outputs(part) for part in self.parts]
-        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-        self.packed = [self.backend.pack_linear(part, own) for part, own in zip(self.parts, biases, strict=True)]
-        del self.weight, self.bias, self.parts
+    def fill(self, parameters: Mapping[str, Parts], dtype: torch.dtype) -> None:
+        weights = parameters["weight"]
+        sizes = [num_outputs(weight) for weight in weights]
+        biases = torch.split(_plain(parameters["bias"]), sizes) if self.adds_bias else [None] * len(sizes)
+        self.packed = [self.backend.pack_linear(weight, own) for weight, own in zip(weights, biases, strict=True)]
+        del self.weight, self.bias
 
     def forward(self, x_TE: Tensor) -> Tensor:
         return self._product(x_TE)
@@ -105,9 +98,6 @@ class Linear(Layer):
     def _product(self, x_TE: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         products = [self.backend.linear(x_TE, packed, out_dtype) for packed in self.packed]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
-
-    def _own_bias(self) -> Tensor | None:
-        return self.bias
 
 
 class ColumnParallelLinear(Linear):
@@ -158,16 +148,13 @@ class RowParallelLinear(Linear):
         super().__init__(parallel.share(in_features, "input features"), out_features, bias, backend)
         self._shards = {"weight": parallel.shard(in_features, dim=1), "bias": Shard(out_features)}
         self.parallel = parallel
+        self.adds_bias = bias and parallel.rank == 0  # the sum over ranks must hold it once
 
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self._shards[leaf],)
 
     def forward(self, x_TE: Tensor) -> Tensor:
         return self.parallel.sum(self._product(x_TE))
-
-    def _own_bias(self) -> Tensor | None:
-        # The sum over ranks must hold the bias once.
-        return self.bias if self.parallel.rank == 0 else None
 
 
 class VocabParallelEmbedding(Layer):
@@ -193,16 +180,14 @@ class VocabParallelEmbedding(Layer):
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self.parallel.shard(self.vocab_size),)
 
-    def take(self, leaf: str, parts: Sequence[Tensor | GroupwiseWeight]) -> None:
-        [whole] = parts
-        if isinstance(whole, GroupwiseWeight):
-            self.packed = self.backend.pack_linear(whole)
+    def fill(self, parameters: Mapping[str, Parts], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        [weight] = parameters["weight"]
+        if isinstance(weight, GroupwiseWeight):
+            self.packed = self.backend.pack_linear(weight)
             del self.weight
         else:
-            super().take(leaf, parts)
-
-    def finish_loading(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+            super().fill(parameters, dtype)
 
     def forward(self, token_ids_T: Tensor) -> Tensor:
         if self.parallel.world_size == 1:
@@ -251,6 +236,13 @@ def packed_weights(model: nn.Module) -> list[PackedLinear]:
 
 def num_outputs(weight: Tensor | GroupwiseWeight) -> int:
     return weight.num_outputs if isinstance(weight, GroupwiseWeight) else len(weight)
+
+
+def _plain(parts: Parts) -> Tensor:
+    """Return what is one plain tensor."""
+    [whole] = parts
+    assert isinstance(whole, Tensor)
+    return whole
 
 
 def _parameter(*shape: int) -> nn.Parameter:
