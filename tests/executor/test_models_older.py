@@ -11,11 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from executor.checkpoint import Checkpoint
 from executor.models import Decoder, TensorParallel, load_model, read_model_config
 from executor.models.config import ARCHITECTURES
 from executor.models.layers import Shard
 from executor.models.renaming import renamed
-from executor.weights import Checkpoint
 from kernels import cpu
 from octavo.older import FAMILIES
 from tests.fakes.checkpoints import TINY, make_checkpoint
