@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ class Checkpoint:
         self._directory = directory
         self._quantization = quantization
         self._handles: dict[str, Any] = {}
+        self._lock = Lock()  # a handle is not to be closed while another thread reads
         with ExitStack() as files:
             for path in checkpoint_files(directory):
                 handle = files.enter_context(_open(path))
@@ -48,7 +50,8 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._files.close()
+        with self._lock:
+            self._files.close()
 
     def names(self) -> set[str]:
         """Return the names of what is there, with one name for all parts of a quantized weight."""
@@ -92,13 +95,14 @@ class Checkpoint:
     def read_whole(self, name: str) -> Tensor:
         """Return a tensor that is not packed as it is stored, but 8-bit floats multiplied out, float32.
 
-        Raises ValueError, naming it, if its scales do not fit it.
+        Several threads may call it at once. Raises ValueError, naming the tensor, if its scales do not fit it.
         """
-        handle = self._handles[name]
-        if self._is_fp8(name):
-            return self._read_fp8(name, Shard(handle.get_slice(name).get_shape()[0]))
-        stored: Tensor = handle.get_tensor(name)
-        return stored
+        with self._lock:
+            handle = self._handles[name]
+            if self._is_fp8(name):
+                return self._read_fp8(name, Shard(handle.get_slice(name).get_shape()[0]))
+            stored: Tensor = handle.get_tensor(name)
+            return stored
 
     def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> GroupwiseWeight | None:
         stem = name.removesuffix(".weight")
