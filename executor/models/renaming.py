@@ -118,7 +118,7 @@ class RenamedSource:
         if weight is None:
             return None
         if self._config.normalized_head and name == "lm_head.weight":
-            raise ValueError("a quantized lm_head is not supported where its rows are to be normalized")
+            raise ValueError(f"{self._theirs(name)} is quantized, but its rows are to be normalized: not supported")
         return self._half_split_groupwise(weight) if self._is_interleaved(module) else weight
 
     def _is_interleaved(self, module: str) -> bool:

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from executor.checkpoint import Checkpoint
 from executor.models import LoadedModel, read_model_config
+from executor.models.borrowed.decoder import pack_products
 from executor.models.renaming import renamed
+from executor.quantization import round_weight
 from executor.shards import Shard
-from kernels import reference
+from executor.weights import DummyWeights
+from kernels import GroupwiseWeight, reference
 from tests.fakes.borrowed_checkpoints import CASES, load
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.older_checkpoints import make_older
@@ -80,6 +83,7 @@ def test_packed_weights_compute_what_they_stand_for_in_their_own_size(name: str,
 FLOATS: dict[str, Callable[[Path], Twins]] = {
     "DeepSeek-V3, blocks": lambda folder: fp8_blocks(folder, **of_case("deepseek-v3")),
     "Qwen3-MoE, channels": lambda folder: compressed_fp8(folder, "channel", **of_case("qwen3-moe")),
+    "Mixtral, channels": lambda folder: compressed_fp8(folder, "channel", **of_case("mixtral")),
     "Phi-3, tensors": lambda folder: compressed_fp8(folder, "tensor", **of_case("phi3")),
 }
 
@@ -115,6 +119,27 @@ def test_the_second_tier_knows_how_its_checkpoints_are_quantized(tmp_path: Path)
     (quantized / "model.safetensors").unlink()
     model = load(quantized, load_format="dummy")
     assert sum("4-bit" in product.form for product in model.products) == 2 * 7
+
+
+class Chooser(nn.Module):
+    """A layer with as many experts as a small product has outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Module()
+        self.router.layer = nn.Linear(64, 64)
+        self.gate_proj = nn.Linear(64, 64)
+        self.few = nn.Linear(64, 31)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+
+def test_what_chooses_experts_stays_plain() -> None:
+    model: Any = Chooser()
+    pack_products(model, reference, rounded_bits=8, progress=lambda: None)
+    forms = [layer.packed.form.startswith("8-bit") for layer in (model.router.layer, model.gate_proj, model.few)]
+    assert forms == [False, True, False]
 
 
 LAYER = "model.layers.0.self_attn.o_proj"
@@ -153,3 +178,17 @@ def test_ranks_read_their_part_of_a_packed_stack(make: Callable[..., Twins], tmp
                 weight = ours.read_groupwise(name, shard, [num_rows, 128])
                 assert weight is not None
                 assert torch.allclose(weight.dequantize(), expected_NK, atol=1e-6)
+
+
+class PackedWeights(DummyWeights):
+    """Random ones, all of them packed."""
+
+    def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> GroupwiseWeight | None:
+        return round_weight(torch.ones(shape), 8)
+
+
+def test_a_packed_head_cannot_be_normalized(tmp_path: Path) -> None:
+    original = make_checkpoint(tmp_path / "original", num_hidden_layers=1, num_key_value_heads=4)
+    config = read_model_config(make_older(tmp_path / "older", original, "baichuan", z_loss_weight=0))
+    with pytest.raises(ValueError, match=r"lm_head\.weight is quantized, but its rows are to be normalized"):
+        renamed(PackedWeights(0), config).read_groupwise("lm_head.weight", Shard(319), [319, 64])
