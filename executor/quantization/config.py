@@ -9,6 +9,7 @@ import msgspec
 # Files that tools wrote before config.json had a quantization_config.
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 OLD_AWQ_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
+OLD_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")  # keys by which it is known where no quant_method is written
 ROUNDINGS = {"int8": 8, "int4": 4}
 
 
@@ -92,7 +93,8 @@ def choose_rounding(requested: str, found: Quantization | None) -> int | None:
 
 
 def _parse(written: dict[str, Any]) -> Quantization:
-    method = written.get("quant_method", "unnamed")
+    is_bitsandbytes = any(key in written for key in OLD_BITSANDBYTES)
+    method = written.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unnamed")
     if method not in QUANTIZATIONS:
         raise ValueError(f"quant_method {method!r} is not supported; supported: {', '.join(QUANTIZATIONS)}")
     try:
