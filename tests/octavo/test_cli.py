@@ -102,14 +102,19 @@ def test_a_dry_run_says_what_a_model_takes_and_starts_nothing(
     assert "fits                    no" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("model", [[], ["tiny.gguf"]])
-def test_a_dry_run_needs_a_config(
-    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [([], "`octavo pull` does that (93 MB)"), (["tiny.gguf"], "is a file, but not a GGUF file")],
+)
+def test_a_dry_run_fetches_no_weights(
+    model: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Path("tiny.gguf").touch()
     assert main(["serve", *model, "--dry-run"]) == 1
-    assert "is a GGUF file, which has no config.json to read" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "octavo").exists()
 
 
 def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
