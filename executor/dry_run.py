@@ -13,6 +13,7 @@ import kernels  # before torch
 # isort: split
 import torch
 
+from executor.__main__ import FIELDS
 from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
 from executor.footprint import (
     Footprint,
@@ -70,7 +71,7 @@ class Machine:
 
 
 def main() -> int:
-    config = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.")
+    config = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
     try:
         chosen = kernels.choose_backend(config.attention_backend)
         plan = make_plan(config, chosen)
@@ -202,7 +203,7 @@ def _room(plan: Plan, machine: Machine) -> dict[str, str]:
     num_sequences = num_tokens / plan.max_model_len
     beside = f"{num_tokens:,} tokens, {num_sequences:.1f} sequences of max_model_len"
     return {
-        "memory for all": _bytes(machine.usable_bytes),
+        "usable memory": _bytes(machine.usable_bytes),
         "room for KV cache": f"{_bytes(machine.room_bytes)} ({machine.room_reason}): {beside}",
         "fits": "yes" if fits(plan, machine) else "no",
     }

@@ -122,13 +122,20 @@ def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip() == str(demo_directory)
 
 
-@pytest.mark.parametrize("role", ["gateway", "scheduler", "executor"])
-def test_each_process_has_a_help_of_its_own(role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "flag", "meant"),
+    [
+        ("gateway", "--prot", "--port"),
+        ("scheduler", "--max-num-req", "--max-num-seqs"),
+        ("executor", "--block-siz", "--block-size"),
+    ],
+)
+def test_each_process_has_a_help_of_its_own(role: str, flag: str, meant: str) -> None:
     done = subprocess.run([sys.executable, "-m", role, "--help"], capture_output=True, text=True, check=True)
     assert f"python -m {role}" in done.stdout
-    wrong = subprocess.run([sys.executable, "-m", role, "--prot", "1"], capture_output=True, text=True)
+    wrong = subprocess.run([sys.executable, "-m", role, flag, "1"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "did you mean --port?" in wrong.stderr
+    assert f"did you mean {meant}?" in wrong.stderr
 
 
 @pytest.mark.parametrize(
