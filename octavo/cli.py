@@ -22,8 +22,8 @@ DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible A
 """
 MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
 DRY_RUN_HELP = (
-    "serve nothing: print, from config.json alone, the memory of weights and KV cache, what fits here, and how many"
-    " devices it takes; the exit status is 0 if it fits this machine, else 1"
+    "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"
+    " fits here, and how many devices it takes; the exit status is 0 if it fits this machine, else 1"
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {

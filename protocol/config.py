@@ -65,8 +65,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     attention_backend: Annotated[
         NonEmpty,
         Meta(
-            description="kernels to compute with: triton (on a GPU), cpu, reference (slow, for comparison), or auto, the"
-            " best that this machine has"
+            description="kernels to compute with: triton (on a GPU), cpu, reference (slow, for comparison), or auto,"
+            " the best that this machine has"
         ),
     ] = "auto"
     load_format: Annotated[
