@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from executor.weights import source_names
 from kernels import Backend
 from protocol.config import Config
 
-Kind = Literal["embedding", "projection", "head", "tied head"]
+Kind = Literal["embedding", "projection", "head", "tied head", "router"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +118,23 @@ def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms 
 def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> Footprint:
     """Count a model of `executor.models.borrowed`, which is not divided."""
     from executor.models.borrowed import BorrowedConfig
-    from executor.models.borrowed.decoder import is_product
+    from executor.models.borrowed.decoder import is_product, may_choose_experts
 
     assert isinstance(config, BorrowedConfig)
     model = config.build("meta", config.dtype)
     model.tie_weights()
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    products = {id(module.weight): module for module in model.modules() if is_product(module)}
+    products = {id(module.weight): (path, module) for path, module in model.named_modules() if is_product(module)}
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     num_tied = sum(sizes[product] for product in products.keys() & embeddings)
     head = model.get_output_embeddings()
-    weights = [_borrowed_weight(module, module is head) for module in products.values()]
+    weights = []
+    for path, module in products.values():
+        num_outputs, num_inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
+        kind: Kind = "head" if module is head else "projection"
+        if may_choose_experts(path, num_outputs):
+            kind = "router"
+        weights.append(Weight("", num_outputs, num_inputs, Shard(num_outputs), kind))
     num_parameters = sum(sizes.values())
     return _footprint(num_parameters, num_parameters + num_tied, weights, forms, config.kv_shapes)
 
@@ -151,12 +157,6 @@ def _kind(layer: Layer, is_tied: bool) -> Kind:
     if isinstance(layer, LMHead):
         return "tied head" if is_tied else "head"
     return "projection"
-
-
-def _borrowed_weight(module: Any, is_head: bool) -> Weight:
-    weight = module.weight if isinstance(module, nn.Linear) else module.weight.T
-    num_outputs, num_inputs = weight.shape
-    return Weight("", num_outputs, num_inputs, Shard(num_outputs), "head" if is_head else "projection")
 
 
 def _footprint(

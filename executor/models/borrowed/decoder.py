@@ -133,7 +133,7 @@ def packed_linear(linear: Any, weight: Tensor | GroupwiseWeight, backend: Backen
 def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeight:
     """Return a weight in few bits, or as it is, saying why."""
     num_outputs, num_inputs = weight_NK.shape
-    if num_outputs < FEWEST_ROUNDED_OUTPUTS or not ROUTERS.isdisjoint(path.split(".")):
+    if may_choose_experts(path, num_outputs):
         logger.info("%s stays plain: with its %d outputs it may be what chooses experts", path, num_outputs)
         return weight_NK
     rounded = round_weight(weight_NK, bits)
@@ -141,6 +141,11 @@ def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeigh
         logger.warning("%s stays plain: %d inputs are no multiple of 32", path, num_inputs)
         return weight_NK
     return rounded
+
+
+def may_choose_experts(path: str, num_outputs: int) -> bool:
+    """Return whether a linear layer, by its path and size, may be what rounding could most easily mislead."""
+    return num_outputs < FEWEST_ROUNDED_OUTPUTS or not ROUTERS.isdisjoint(path.split("."))
 
 
 def is_product(module: nn.Module) -> bool:
