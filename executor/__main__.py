@@ -6,11 +6,33 @@ import time
 
 from protocol.process import start_process
 
+FIELDS = (
+    "model",
+    "trust_remote_code",
+    "load_format",
+    "quantization",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "attention_backend",
+    "enforce_eager",
+    "num_threads",
+    "tensor_parallel_size",
+    "rank",
+    "distributed_address",
+    "backend_address",
+)
+
 
 def main() -> int:
     """Return the exit status: 0 after a signal, 1 if the model cannot be served or another rank has ended; a step that
     raises is a traceback."""
-    config = start_process("executor", "Compute the steps of one scheduler.")
+    config = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
         signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))

@@ -7,18 +7,25 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import kernels  # before torch
 
 # isort: split
-import msgspec
 import torch
 
-from executor.dtypes import choose_dtype, has_bfloat16
-from executor.footprint import Footprint, WeightForm, native_footprints, read_transformers_model, weight_form
+from executor.__main__ import FIELDS
+from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
+from executor.footprint import (
+    Footprint,
+    borrowed_footprint,
+    choose_forms,
+    native_footprint,
+    native_footprints,
+)
+from executor.group import num_local_ranks, own_device
 from executor.memory import CPU_SHARE, usable_bytes
-from executor.models.config import ARCHITECTURES, read_architecture, read_native_config
+from executor.models import ModelConfig, TensorParallel, read_model_config
+from executor.models.split import check_size
 from executor.startup import choose_max_model_len
 from kernels import ChosenBackend
 from protocol.config import Config
@@ -36,130 +43,167 @@ class Plan:
     architecture: str
     tier: str
     footprints: Mapping[int, Footprint]  # of one rank, by the number of ranks
-    form: WeightForm | None
+    num_ranks: int  # asked for
+    form: str  # of weights that are held in few bits
     dtype: torch.dtype  # on a GPU
+    kv_dtype: torch.dtype  # on a GPU
+    checkpoint_dtype: torch.dtype
     max_model_len: int
 
     @property
-    def whole(self) -> Footprint:
-        return self.footprints[1]
+    def own(self) -> Footprint:
+        """What one of the ranks holds that are asked for."""
+        return self.footprints[self.num_ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine would hold."""
+    """What this machine would hold: each rank's part of it."""
 
     name: str
     dtype: torch.dtype
     dtype_reason: str
+    product_dtype: torch.dtype  # of plain weights
+    kv_dtype: torch.dtype
     usable_bytes: int
     room_bytes: int  # for the KV cache, once the weights are there
     room_reason: str
 
 
 def main() -> int:
-    config = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.")
+    config = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
     try:
         chosen = kernels.choose_backend(config.attention_backend)
         plan = make_plan(config, chosen)
-        machine = this_machine(config, plan, chosen.device)
     except ValueError as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
+    machine = look_at_machine(config, plan, chosen)
     print(report(config, plan, machine))
-    return 0 if fits(plan, machine) else 1
+    return 0 if isinstance(machine, Machine) and fits(plan, machine) else 1
 
 
 def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
-    """Read config.json. Raises ValueError if the model cannot be served."""
+    """Read config.json, and of a GGUF file the index. Raises ValueError if the model cannot be served anywhere."""
     directory = Path(config.model)
-    raw = _read_config(directory / "config.json")
-    form = weight_form(raw.get("quantization_config"), config.quantization)
-    if set(raw.get("architectures") or ()) & ARCHITECTURES.keys():
-        model = read_native_config(directory, read_architecture(directory))
-        footprints = native_footprints(model, chosen.backend)
-        max_model_len = choose_max_model_len(config.max_model_len, model)
-        architecture, tier, checkpoint_dtype = model.architecture, "native", model.dtype
+    model = read_model_config(directory, trust_remote_code=config.trust_remote_code)
+    max_model_len = choose_max_model_len(config.max_model_len, model)
+    check_size(model, config.tensor_parallel_size)
+    forms = choose_forms(directory, model, config)
+    if isinstance(model, ModelConfig):
+        tier = "native"
+        own = native_footprint(model, chosen.backend, TensorParallel(0, config.tensor_parallel_size), forms)
+        footprints = native_footprints(model, chosen.backend, forms) | {config.tensor_parallel_size: own}
     else:
-        other = read_transformers_model(directory, trust_remote_code=config.trust_remote_code)
-        footprints = {1: other.footprint}
-        max_model_len = config.max_model_len or other.max_position_embeddings
-        architecture, tier, checkpoint_dtype = other.architecture, "transformers' modelling code", other.dtype
-    dtype, _ = choose_dtype(config.dtype, checkpoint_dtype, GPU, has_bfloat16=True)
-    return Plan(architecture, tier, footprints, form, dtype, max_model_len)
+        tier, footprints = "transformers' modelling code", {1: borrowed_footprint(model, forms)}
+    dtype, _ = choose_dtype(config.dtype, model.dtype, GPU, has_bfloat16=True)
+    return Plan(
+        architecture=model.architecture,
+        tier=tier,
+        footprints=footprints,
+        num_ranks=config.tensor_parallel_size,
+        form=forms.description,
+        dtype=dtype,
+        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, "triton"),
+        checkpoint_dtype=model.dtype,
+        max_model_len=max_model_len,
+    )
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def look_at_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine | str:
+    """Return what this machine has for the plan, or why it cannot be served here, whatever there is room for."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        return this_machine(config, plan, chosen)
+    except ValueError as error:
+        return str(error)
 
 
-def this_machine(config: Config, plan: Plan, device: torch.device) -> Machine:
-    """Return what this machine has for the plan: all that its GPU may use, or what is left of its memory."""
-    dtype, reason = choose_dtype(config.dtype, plan.dtype, device, has_bfloat16=has_bfloat16(device))
-    weight_bytes = plan.whole.weight_bytes(dtype, plan.form)
+def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
+    """Return what this machine has for the plan: all that its GPU may use, or what is left of its memory.
+
+    Raises ValueError for a type that its kernels lack, and for fewer GPUs than ranks.
+    """
+    device = own_device(config, chosen.device)
+    dtype, reason = choose_dtype(config.dtype, plan.checkpoint_dtype, device, has_bfloat16=has_bfloat16(device))
+    widened = chosen.name == "cpu" and dtype == torch.bfloat16 and not has_bfloat16(device)
+    product_dtype = torch.float32 if widened else dtype
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         usable = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
         share, share_reason = 1.0, f"{config.gpu_memory_utilization:.0%} of the GPU less the weights"
     else:
-        name, usable = "CPU", usable_bytes()
+        name, usable = "CPU", usable_bytes() // num_local_ranks(config)
         share, share_reason = CPU_SHARE, f"{CPU_SHARE:.0%} of what the weights leave"
-    room_bytes = int(max(0, usable - weight_bytes) * share)
+    room_bytes = int(max(0, usable - plan.own.weight_bytes(dtype, product_dtype)) * share)
     if config.kv_cache_memory_bytes is not None:
         room_bytes, share_reason = config.kv_cache_memory_bytes, "as set by kv_cache_memory_bytes"
-    return Machine(name, dtype, reason, usable, room_bytes, share_reason)
+    return Machine(
+        name=name,
+        dtype=dtype,
+        dtype_reason=reason,
+        product_dtype=product_dtype,
+        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name),
+        usable_bytes=usable,
+        room_bytes=room_bytes,
+        room_reason=share_reason,
+    )
 
 
 def fits(plan: Plan, machine: Machine) -> bool:
     """Whether this machine holds the weights and the KV cache, and the cache one sequence of max_model_len."""
-    weight_bytes = plan.whole.weight_bytes(machine.dtype, plan.form)
-    sequence_bytes = plan.whole.kv_bytes(machine.dtype) * plan.max_model_len
+    weight_bytes = plan.own.weight_bytes(machine.dtype, machine.product_dtype)
+    sequence_bytes = plan.own.kv_bytes(machine.kv_dtype) * plan.max_model_len
     return machine.room_bytes >= sequence_bytes and machine.usable_bytes >= weight_bytes + machine.room_bytes
 
 
 def ranks_needed(plan: Plan, usable: float) -> int | None:
     """Return the least number of devices, each with `usable` bytes, that hold the weights and one sequence."""
     for world_size, footprint in plan.footprints.items():
-        sequence_bytes = footprint.kv_bytes(plan.dtype) * plan.max_model_len
-        if footprint.weight_bytes(plan.dtype, plan.form) + sequence_bytes <= usable:
+        sequence_bytes = footprint.kv_bytes(plan.kv_dtype) * plan.max_model_len
+        if footprint.weight_bytes(plan.dtype) + sequence_bytes <= usable:
             return world_size
     return None
 
 
-def report(config: Config, plan: Plan, machine: Machine) -> str:
-    """Return all that there is to say, for a person."""
+def report(config: Config, plan: Plan, machine: Machine | str) -> str:
+    """Return all that there is to say, for a person; `machine` may be why it cannot be served here."""
+    each = f", each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else ""
     return "\n\n".join(
         [
-            f"{plan.architecture} ({plan.tier}), {_count(plan.whole.num_parameters)} parameters",
-            _table(f"On a GPU ({_name(plan.dtype)})", _needs(plan, plan.dtype)),
+            f"{plan.architecture} ({plan.tier}), {_count(plan.footprints[1].num_parameters)} parameters",
             _table(
-                f"On this machine ({machine.name}, {_name(machine.dtype)}: {machine.dtype_reason})",
-                _needs(plan, machine.dtype) | _room(plan, machine),
+                f"On a GPU ({_name(plan.dtype)}{each})", _needs(plan, plan.own.weight_bytes(plan.dtype), plan.kv_dtype)
             ),
+            _here(plan, machine, each),
             _devices(config, plan),
         ]
     )
 
 
-def _needs(plan: Plan, dtype: torch.dtype) -> dict[str, str]:
-    token_bytes = plan.whole.kv_bytes(dtype)
-    form = "" if plan.form is None else f", products in {plan.form.name} ({plan.form.bits:.2f} a weight with scales)"
+def _here(plan: Plan, machine: Machine | str, each: str) -> str:
+    if isinstance(machine, str):
+        return _table("On this machine", {"fits": f"no: {machine}"})
+    weight_bytes = plan.own.weight_bytes(machine.dtype, machine.product_dtype)
+    rows = _needs(plan, weight_bytes, machine.kv_dtype) | _room(plan, machine)
+    return _table(f"On this machine ({machine.name}{each}, {_name(machine.dtype)}: {machine.dtype_reason})", rows)
+
+
+def _needs(plan: Plan, weight_bytes: int, kv_dtype: torch.dtype) -> dict[str, str]:
+    token_bytes = plan.own.kv_bytes(kv_dtype)
+    form = f", {plan.form} ({plan.own.quantized_bits:.2f} bits each, with scales)" if plan.own.num_quantized else ""
     return {
-        "weights": _bytes(plan.whole.weight_bytes(dtype, plan.form)) + form,
+        "weights": _bytes(weight_bytes) + form,
         "KV cache of a token": _bytes(token_bytes),
         f"KV cache of {plan.max_model_len:,} tokens": _bytes(token_bytes * plan.max_model_len),
     }
 
 
 def _room(plan: Plan, machine: Machine) -> dict[str, str]:
-    num_tokens = machine.room_bytes // plan.whole.kv_bytes(machine.dtype)
+    num_tokens = machine.room_bytes // plan.own.kv_bytes(machine.kv_dtype)
     num_sequences = num_tokens / plan.max_model_len
     beside = f"{num_tokens:,} tokens, {num_sequences:.1f} sequences of max_model_len"
     return {
-        "memory for all": _bytes(machine.usable_bytes),
+        "usable memory": _bytes(machine.usable_bytes),
         "room for KV cache": f"{_bytes(machine.room_bytes)} ({machine.room_reason}): {beside}",
         "fits": "yes" if fits(plan, machine) else "no",
     }

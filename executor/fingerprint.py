@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from executor.checkpoint import checkpoint_files
 from executor.models import ModelDescription
 from executor.quantization import choose_rounding
-from executor.weights import checkpoint_files
 from protocol.gguf_index import GGUF_INDEX
 
 HEADER_LENGTH_BYTES = 8

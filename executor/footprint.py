@@ -1,133 +1,180 @@
-"""What a model takes, counted from its config.json: its modules on the meta device, without a weight."""
+"""What a model takes, counted without a weight: its modules on the meta device, each weight in the form it is held."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
+from executor.gguf import read_index
 from executor.memory import KVShape
-from executor.models import Decoder, ModelConfig, TensorParallel
-from executor.models.layers import Layer, Linear, LMHead
+from executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
+from executor.models.layers import Layer, LMHead, VocabParallelEmbedding
 from executor.parallel import ALONE
+from executor.quantization import choose_rounding
+from executor.quantization.groups import whole_groups
+from executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
+from executor.shards import Shard
+from executor.weights import source_names
 from kernels import Backend
+from protocol.config import Config
 
-ROUNDED_GROUP_SIZE = 128  # inputs that share a scale where `--quantization` rounds
-SCALE_BITS, OFFSET_BITS = 16, 32  # of a group in a checkpoint; rounding makes offsets of 16
-
-
-class WeightForm(NamedTuple):
-    """How the weights of products are held, if not plainly."""
-
-    name: str
-    bits: float  # a weight, its share of scales and offsets included
+Kind = Literal["embedding", "projection", "head", "tied head", "router"]
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Weights and KV cache of one rank."""
+    """Weights and KV cache of one rank. A weight counts as often as it is held: a plain tied one twice, once packed."""
 
     num_parameters: int  # a tied one once
-    num_plain: int  # weights that are held in the model's dtype; a tied head is packed, and so held once more
-    num_products: int  # weights that may be held in fewer bits
+    num_plain: int  # norms, biases, a plain embedding
+    num_products: int  # plain weights of products, the head among them
+    num_quantized: int  # weights that are held in few bits
+    quantized_bytes: int  # of these, with their scales and offsets
     kv_shapes: list[KVShape]
 
-    def weight_bytes(self, dtype: torch.dtype, form: WeightForm | None = None) -> int:
-        """Return the memory of the weights; those of products are held in `form`, if there is one."""
-        product_bits = 8 * dtype.itemsize if form is None else form.bits
-        return self.num_plain * dtype.itemsize + round(self.num_products * product_bits / 8)
+    @property
+    def quantized_bits(self) -> float:
+        """Return the bits that a weight of few takes, on the average; there has to be one."""
+        return 8 * self.quantized_bytes / self.num_quantized
+
+    def weight_bytes(self, dtype: torch.dtype, product_dtype: torch.dtype | None = None) -> int:
+        """Return the memory of the weights: plain ones in `dtype`, but for products in `product_dtype`, if given."""
+        product_bytes = self.num_products * (product_dtype or dtype).itemsize
+        return self.num_plain * dtype.itemsize + product_bytes + self.quantized_bytes
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's keys and values in all layers."""
+        """Return the bytes of one token's keys and values in all layers, in `dtype`."""
         return dtype.itemsize * sum(heads * (key_size + value_size) for heads, key_size, value_size in self.kv_shapes)
 
 
-def native_footprint(config: ModelConfig, backend: Backend, parallel: TensorParallel = ALONE) -> Footprint:
+class Weight(NamedTuple):
+    """A matrix of the checkpoint, or a rank's part of it."""
+
+    name: str  # the embedding's for a tied head
+    num_outputs: int
+    num_inputs: int
+    shard: Shard
+    kind: Kind
+
+
+class WeightForms(NamedTuple):
+    """Which weights are held in few bits, and how."""
+
+    description: str
+    form_of: Callable[[Weight], HeldForm | None]
+
+
+PLAIN = WeightForms("plain", lambda weight: None)
+
+
+def choose_forms(directory: Path, model: ModelDescription, config: Config) -> WeightForms:
+    """Return in what forms `load_model` would hold the weights. Raises ValueError where it would refuse to."""
+    found = model.quantization
+    rounded_bits = choose_rounding(config.quantization, found)
+    if config.load_format == "dummy":
+        rounded_bits = rounded_bits or dummy_bits(found)
+    if rounded_bits is not None:
+        return _projections(f"rounded to int{rounded_bits}", lambda size: rounded_form(rounded_bits, size))
+    if found is None or config.load_format == "dummy":
+        return PLAIN
+    if found.method == "gguf":
+        tensors = read_index(directory).tensors
+        return WeightForms("weights as the GGUF file has them", lambda weight: gguf_form(tensors[weight.name].type))
+    return _projections(f"in {found.method}", lambda size: packed_form(found, size))
+
+
+def _projections(how: str, form_of: Callable[[int], HeldForm | None]) -> WeightForms:
+    """Return forms of projections alone, by their numbers of inputs: embedding and head are left plain."""
+
+    def form_of_weight(weight: Weight) -> HeldForm | None:
+        return form_of(weight.num_inputs) if weight.kind == "projection" else None
+
+    return WeightForms(f"projections {how}", form_of_weight)
+
+
+def native_footprint(
+    config: ModelConfig, backend: Backend, parallel: TensorParallel = ALONE, forms: WeightForms = PLAIN
+) -> Footprint:
     """Count a model of `executor.models`. Raises ValueError if it cannot be divided among that many ranks."""
     model = Decoder(config, torch.empty(0, device="meta"), backend, parallel)
-    held = num_products = num_tied = 0
-    for path, layer in model.named_modules():
-        if isinstance(layer, Layer):
-            sizes = {f"{path}.{leaf}": parameter.numel() for leaf, parameter in layer.named_parameters()}
-            held += sum(sizes.values())
-            num_tied += sum(size for name, size in sizes.items() if name in model.tied)
-            if isinstance(layer, Linear) and not isinstance(layer, LMHead):
-                num_products += layer.weight.numel()
-    return Footprint(held - num_tied, held - num_products, num_products, model.kv_shapes)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    num_parameters = sum(size for name, size in sizes.items() if name not in model.tied)
+    return _footprint(num_parameters, sum(sizes.values()), _native_weights(model), forms, model.kv_shapes)
 
 
-def native_footprints(config: ModelConfig, backend: Backend) -> dict[int, Footprint]:
+def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms = PLAIN) -> dict[int, Footprint]:
     """Return what the first rank holds, for each number of ranks among which the model can be divided."""
     found = {}
     for world_size in range(1, config.num_heads + 1):
         try:
-            found[world_size] = native_footprint(config, backend, TensorParallel(0, world_size))
+            found[world_size] = native_footprint(config, backend, TensorParallel(0, world_size), forms)
         except ValueError:
             continue
     return found
 
 
-def weight_form(quantization_config: Mapping[str, Any] | None, requested: str = "auto") -> WeightForm | None:
-    """Return how the weights of products are held: as the checkpoint stores them, or as `requested` at load.
+def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> Footprint:
+    """Count a model of `executor.models.borrowed`, which is not divided."""
+    from executor.models.borrowed import BorrowedConfig
+    from executor.models.borrowed.decoder import is_product, may_choose_experts
 
-    None is the model's dtype, which 8-bit floats are brought to. Raises ValueError for a method that is not known.
-    """
-    if requested in ("int8", "int4"):
-        bits, offset_bits = (8, 0) if requested == "int8" else (4, 16)
-        return WeightForm(requested, bits + (SCALE_BITS + offset_bits) / ROUNDED_GROUP_SIZE)
-    said = quantization_config or {}
-    method = said.get("quant_method", "unnamed")
-    match method:
-        case "awq" | "gptq":
-            bits = said.get("bits", said.get("w_bit", 4))
-            group_size = said.get("group_size", said.get("q_group_size", 128))
-            has_offsets = said.get("zero_point", True) if method == "awq" else not said.get("sym", True)
-            group_bits = SCALE_BITS + (OFFSET_BITS if has_offsets else 0)
-            return WeightForm(f"{method} of {bits} bits", bits + (group_bits / group_size if group_size > 0 else 0))
-        case "fp8" | "compressed-tensors":
-            return None
-        case _ if not said:
-            return None
-    raise ValueError(f"quantization_config has a quant_method {method!r}, which is not known")
-
-
-class TransformersModel(NamedTuple):
-    """An architecture that only transformers has, as far as its memory goes."""
-
-    architecture: str
-    dtype: torch.dtype
-    max_position_embeddings: int
-    footprint: Footprint
-
-
-def read_transformers_model(directory: Path, *, trust_remote_code: bool) -> TransformersModel:
-    """Count a model of transformers. Raises ValueError if it does not know the architecture."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"{directory / 'config.json'}: transformers cannot build it: {error}") from None
-    text = config.get_text_config()
+    assert isinstance(config, BorrowedConfig)
+    model = config.build("meta", config.dtype)
+    model.tie_weights()
+    sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    products = {id(module.weight): (path, module) for path, module in model.named_modules() if is_product(module)}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    num_tied = sum(sizes[product] for product in products.keys() & embeddings)
     head = model.get_output_embeddings()
-    unique = {id(parameter): parameter.numel() for parameter in model.parameters()}
-    linears = {id(module.weight): module for module in model.modules() if type(module) is nn.Linear}
-    num_products = sum(module.weight.numel() for module in linears.values() if module is not head)
-    tied = head.weight.numel() if head is not None and text.tie_word_embeddings else 0
-    num_parameters = sum(unique.values())
-    footprint = Footprint(num_parameters, num_parameters + tied - num_products, num_products, _kv_shapes(text))
-    dtype = text.dtype or torch.float32
-    return TransformersModel(type(model).__name__, dtype, text.max_position_embeddings, footprint)
+    weights = []
+    for path, module in products.values():
+        num_outputs, num_inputs = module.weight.shape if isinstance(module, nn.Linear) else module.weight.T.shape
+        kind: Kind = "head" if module is head else "projection"
+        if may_choose_experts(path, num_outputs):
+            kind = "router"
+        weights.append(Weight("", num_outputs, num_inputs, Shard(num_outputs), kind))
+    num_parameters = sum(sizes.values())
+    return _footprint(num_parameters, num_parameters + num_tied, weights, forms, config.kv_shapes)
 
 
-def _kv_shapes(config: Any) -> list[KVShape]:
-    """Return each layer's heads and their sizes; compressed attention (DeepSeek's) keeps those of all its heads."""
-    num_layers, num_heads = config.num_hidden_layers, config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):
-        return [(num_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)] * num_layers
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return [(getattr(config, "num_key_value_heads", None) or num_heads, head_dim, head_dim)] * num_layers
+def _native_weights(model: Decoder) -> Iterator[Weight]:
+    for path, layer in model.named_modules():
+        if isinstance(layer, Layer) and layer.can_be_quantized:
+            num_outputs, num_inputs = layer.weight.shape
+            names, shards = source_names(f"{path}.weight"), layer.shards("weight")
+            bounds = [shard.bounds for shard in shards]
+            rows = [stop - start for start, stop in bounds] if len(shards) > 1 else [num_outputs]
+            for name, shard, num_rows in zip(names, shards, rows, strict=True):
+                kind = _kind(layer, is_tied=name in model.tied)
+                yield Weight(model.tied.get(name, name), num_rows, num_inputs, shard, kind)
+
+
+def _kind(layer: Layer, is_tied: bool) -> Kind:
+    if isinstance(layer, VocabParallelEmbedding):
+        return "embedding"
+    if isinstance(layer, LMHead):
+        return "tied head" if is_tied else "head"
+    return "projection"
+
+
+def _footprint(
+    num_parameters: int, num_held: int, weights: Iterable[Weight], forms: WeightForms, kv_shapes: list[KVShape]
+) -> Footprint:
+    """Return the Footprint of `num_held` numbers in all, those of `weights` included."""
+    num_plain, num_products, num_quantized, quantized_bits = num_held, 0, 0, 0.0
+    for weight in weights:
+        form, size = forms.form_of(weight), weight.num_outputs * weight.num_inputs
+        if form is None and weight.kind == "embedding":
+            continue
+        num_plain -= size
+        if form is None:
+            num_products += size
+        elif weight.kind != "tied head":  # which shares the codes of the embedding
+            if weight.shard.dim == 1:
+                whole_groups(weight.shard, form.group_size)
+            num_quantized += size
+            quantized_bits += size * form.bits_per_weight
+    return Footprint(num_parameters, num_plain, num_products, num_quantized, round(quantized_bits / 8), kv_shapes)

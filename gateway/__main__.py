@@ -15,6 +15,18 @@ from gateway.http_protocol import BoundedHttpProtocol
 from protocol.config import Config
 from protocol.process import start_process
 
+FIELDS = (
+    "model",
+    "served_model_name",
+    "host",
+    "port",
+    "api_key",
+    "generation_config",
+    "seed",
+    "frontend_address",
+    "schedulers",
+    "peer_timeout_s",
+)
 GRACE_S = 5  # for open streams, once told to stop
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
@@ -23,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
-    config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.")
+    config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS)
     try:
         if not config.model:
             raise ValueError("no model: set --model to its directory")

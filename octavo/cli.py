@@ -22,33 +22,33 @@ DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible A
 """
 MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
 DRY_RUN_HELP = (
-    "serve nothing: print, from config.json alone, the memory of weights and KV cache, what fits here, and how many"
-    " devices it takes; the exit status is 0 if it fits this machine, else 1"
+    "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"
+    " fits here, and how many devices it takes; the exit status is 0 if it fits this machine, else 1"
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "log_level"),
+    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "log_level"),
     "model": (
-        "dtype",
+        "trust_remote_code",
         "load_format",
         "quantization",
+        "dtype",
         "max_model_len",
         "generation_config",
-        "trust_remote_code",
         "seed",
     ),
     "KV cache and batching": (
-        "block_size",
+        "kv_cache_dtype",
         "kv_cache_memory_bytes",
         "gpu_memory_utilization",
-        "kv_cache_dtype",
+        "block_size",
         "enable_prefix_caching",
         "max_num_seqs",
         "max_num_batched_tokens",
         "max_num_queued_reqs",
         "async_scheduling",
     ),
-    "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads", "peer_timeout_s"),
+    "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
 }
 # The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")

@@ -48,15 +48,25 @@ def pull(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
 def resolve_config(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
     """Return a local directory with the config.json of `model`; of a Hugging Face id only small files are fetched.
 
-    Raises ModelError, also for what is converted before it has a config.json: a GGUF file, or None for the demo.
+    A GGUF file is described, as for serving; the demo (None) has to be here already. Raises ModelError.
     """
-    if model is None or Path(model).expanduser().is_file():
-        raise ModelError(
-            f"{model or 'the demo model'} is a GGUF file, which has no config.json to read. Give --dry-run a directory "
-            "or a Hugging Face id."
-        )
+    if model is None:
+        return _present_demo()
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _gguf_directory(path)
     directory = _local_directory(model) or download_settings(model, with_code=trust_remote_code)
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=False)
+    return directory
+
+
+def _present_demo() -> Path:
+    directory = models_directory() / DEMO_NAME
+    if not directory.is_dir():
+        raise ModelError(
+            f"the demo model {DEMO_NAME} has no config.json before it is fetched: `octavo pull` does that (93 MB). Or "
+            "give --dry-run a directory, a Hugging Face id or a .gguf file."
+        )
     return directory
 
 

@@ -60,12 +60,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights, activations and KV cache; auto is the checkpoint's where the device has it"),
+        Meta(description="type of weights and activations; auto is the checkpoint's where the device multiplies it"),
     ] = "auto"
     attention_backend: Annotated[
         NonEmpty,
         Meta(
-            description="kernels to compute with: cpu, triton (on a GPU), reference (slow, for comparison), or auto,"
+            description="kernels to compute with: triton (on a GPU), cpu, reference (slow, for comparison), or auto,"
             " the best that this machine has"
         ),
     ] = "auto"
@@ -97,7 +97,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             int,
             Meta(
                 ge=1,
-                description="size of the KV cache, such as 2GiB (default: on the CPU 40 % of the memory that is free)",
+                description="size of the KV cache, of each rank, such as 2GiB (default: what gpu-memory-utilization"
+                " leaves, on the CPU 40 % of the memory that is free)",
             ),
         ]
         | None
@@ -105,8 +106,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="type of the KV cache: auto is that of the activations, fp8 (float8_e4m3fn) takes half the room"
-            " of bfloat16; not with the cpu kernels"
+            description="type of the KV cache: auto is that of the activations; fp8 (float8_e4m3fn) takes half the room"
+            " of bfloat16, but the cpu kernels do not have it"
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts with the same start")] = (
@@ -115,7 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
     enforce_eager: Annotated[
         bool,
-        Meta(description="on a GPU, launch decode steps kernel by kernel and not as CUDA graphs; nothing on the CPU"),
+        Meta(description="launch decode steps kernel by kernel and not as CUDA graphs; without effect on the CPU"),
     ] = False
     seed: (
         Annotated[
@@ -135,21 +136,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "auto"
     trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False
     num_threads: (
-        Annotated[int, Meta(ge=1, description="CPU threads for the model (default: this process's physical cores)")]
+        Annotated[
+            int,
+            Meta(ge=1, description="CPU threads of the model, of each rank (default: its part of the physical cores)"),
+        ]
         | None
     ) = None
     tensor_parallel_size: Annotated[
-        int, Meta(ge=1, description="executors, on a GPU or a part of the cores each, that share the model's weights")
+        int,
+        Meta(
+            ge=1, description="ranks: executors that share the model's weights, each on a GPU or its part of the cores"
+        ),
     ] = 1
-    rank: Annotated[
-        int, Meta(ge=0, description="number of this executor among those that share the weights; 0 leads them")
-    ] = 0
+    rank: Annotated[int, Meta(ge=0, description="number of this rank; 0 speaks to the scheduler")] = 0
     distributed_address: Annotated[
         str,
         Meta(
             pattern=r"^(file:///.+|tcp://.+:\d+)?$",
             title="an address such as tcp://127.0.0.1:29500",
-            description="where the executors that share the weights meet: an address of rank 0's machine",
+            description="where the ranks meet: an address of rank 0's machine",
         ),
     ] = ""
     frontend_address: Annotated[Address, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (

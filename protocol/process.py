@@ -34,13 +34,14 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def start_process(name: str, description: str, argv: Sequence[str] | None = None) -> Config:
+def start_process(name: str, description: str, fields: Sequence[str], argv: Sequence[str] | None = None) -> Config:
     """Return the Config of this process's environment and flags, with logging set up and the parent watched.
 
-    Ends the process with status 2 and one line if a setting is wrong.
+    It has flags for the `fields` that it reads; variables may name all others too, which are for its peers. Ends the
+    process with status 2 and one line if a setting is wrong.
     """
     parser = ArgumentParser(prog=f"python -m {name}", description=description)
-    add_flags(parser)
+    add_flags(parser, (*fields, "log_level"))
     parser.add_argument(LIFELINE_FLAG, type=int, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
     lifeline = flags.pop("lifeline_fd")

@@ -7,10 +7,23 @@ from contextlib import ExitStack
 from protocol.process import start_process
 from scheduler.server import open_server
 
+FIELDS = (
+    "model",
+    "served_model_name",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_num_queued_reqs",
+    "enable_prefix_caching",
+    "async_scheduling",
+    "frontend_address",
+    "backend_address",
+    "peer_timeout_s",
+)
+
 
 def main() -> int:
     """Return the exit status: 0 after a signal, 2 if an address cannot be bound."""
-    config = start_process("scheduler", "Plan the steps of one model's executors and serve its gateways.")
+    config = start_process("scheduler", "Plan the steps of one model's executors and serve its gateways.", FIELDS)
     with ExitStack() as stack:
         try:
             server = stack.enter_context(open_server(config))

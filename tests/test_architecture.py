@@ -1,12 +1,15 @@
 """The house: which package may import which, who stays free of torch, and what never touches a socket."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from protocol.config import FIELDS
 
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
@@ -77,3 +80,12 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     code = "import sys, octavo.cli; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("package", ["gateway", "scheduler", "executor"])
+def test_a_process_has_a_flag_for_each_setting_that_it_reads(package: str) -> None:
+    """Attributes of what is called `config`; a model's config shares some names with ours, which the executor reads."""
+    nodes = [node for path in sources(package) for node in ast.walk(ast.parse(path.read_text()))]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    read = {node.attr for node in attributes if getattr(node.value, "id", getattr(node.value, "attr", "")) == "config"}
+    assert set(importlib.import_module(f"{package}.__main__").FIELDS) == (read & FIELDS.keys()) - {"log_level"}

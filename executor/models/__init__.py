@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from executor.checkpoint import Checkpoint
 from executor.gguf import GGUFWeights
 from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
 from executor.models.decoder import Decoder
@@ -18,7 +19,7 @@ from executor.models.rotary import rotary_table
 from executor.models.split import check_size
 from executor.parallel import ALONE, TensorParallel
 from executor.quantization import Quantization, choose_rounding
-from executor.weights import Checkpoint, DummyWeights, load_weights
+from executor.weights import DummyWeights, load_weights
 from kernels import Backend
 
 __all__ = [
@@ -73,6 +74,8 @@ def load_model(
     be read; it names the tensor and the file.
     """
     rounded_bits = choose_rounding(quantization, config.quantization)
+    if load_format == "dummy":
+        rounded_bits = rounded_bits or dummy_bits(config.quantization)
     if not isinstance(config, ModelConfig):
         from executor.models.borrowed import BorrowedConfig, load_borrowed
 
@@ -94,7 +97,7 @@ def load_model(
     model = Decoder(config, cos_sin_PR, backend, parallel)
     load = functools.partial(load_weights, model, dtype=dtype, device=device, tied=model.tied, progress=progress)
     if load_format == "dummy":
-        load(DummyWeights(seed), rounded_bits=rounded_bits or dummy_bits(config.quantization))
+        load(DummyWeights(seed), rounded_bits=rounded_bits)
     elif config.quantization is not None and config.quantization.method == "gguf":
         load(GGUFWeights(directory))
     else:

@@ -55,7 +55,15 @@ class _Qwen(msgspec.Struct):
 
 
 # of a file as ours: these mean the same in all of them
-KEPT = ("architectures", "num_hidden_layers", "tie_word_embeddings", "dtype", "torch_dtype", "vocab_size")
+KEPT = (
+    "architectures",
+    "num_hidden_layers",
+    "tie_word_embeddings",
+    "dtype",
+    "torch_dtype",
+    "vocab_size",
+    "quantization_config",
+)
 BAICHUAN2_VOCAB_SIZE = 125_696
 ROPE_THETA = 10_000.0
 
@@ -66,7 +74,6 @@ def translate_baichuan(raw: dict[str, Any]) -> Translated:
     Those of 13 billion have ALiBi and, having no table of positions, no `max_position_embeddings`. The head of
     Baichuan 2 is normalized; its configuration brought `z_loss_weight`.
     """
-    _refuse_quantized(raw)
     said = msgspec.convert(raw, _Baichuan)
     keys = raw | {"max_position_embeddings": said.max_position_embeddings or said.model_max_length}
     has_normalized_head = said.vocab_size == BAICHUAN2_VOCAB_SIZE or said.z_loss_weight is not None
@@ -77,7 +84,6 @@ def translate_chatglm(raw: dict[str, Any]) -> Translated:
     """Translate ChatGLM2, ChatGLM3 and of GLM-4 in the same format."""
     if raw.get("position_encoding_2d"):
         raise ValueError("the first ChatGLM-6B (position_encoding_2d) is not supported; ChatGLM2 and later are")
-    _refuse_quantized(raw)
     _require(
         raw,
         rmsnorm=True,
@@ -114,7 +120,6 @@ def translate_qwen(raw: dict[str, Any]) -> Translated:
     Its longest sequence is that of its training (`seq_length`): beyond, its code changes frequencies with the length
     of the sequence (`use_dynamic_ntk`) and scales queries by position (`use_logn_attn`).
     """
-    _refuse_quantized(raw)
     _require(raw, no_bias=True, scale_attn_weights=True, rotary_pct=1.0, use_cache_quantization=False, visual=None)
     said = msgspec.convert(raw, _Qwen)
     keys = {key: raw[key] for key in KEPT if key in raw} | {
@@ -127,11 +132,6 @@ def translate_qwen(raw: dict[str, Any]) -> Translated:
         "rope_theta": said.rotary_emb_base,
     }
     return Translated(keys, {})
-
-
-def _refuse_quantized(raw: dict[str, Any]) -> None:
-    if raw.get("quantization_config") is not None:
-        raise ValueError("quantization_config is not supported with this architecture")
 
 
 def _require(raw: dict[str, Any], **expected: object) -> None:

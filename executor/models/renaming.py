@@ -1,7 +1,7 @@
 """Weights of older checkpoints under the names of the Llama family: renamed, split, and brought to one convention."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.nn import functional
@@ -105,14 +105,36 @@ class RenamedSource:
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         module = _module(name)
         self._source.read(self._theirs(name), self._stacked(module, shard), part)
-        if self._renaming.interleaved_rotary and module in ("self_attn.q_proj", "self_attn.k_proj"):
-            part.copy_(half_split(part, self._config.head_dim, self._config.rotary_dim))
+        if self._is_interleaved(module):
+            part.copy_(self._half_split(part))
         if self._config.normalized_head and name == "lm_head.weight":
             part.copy_(functional.normalize(part.float()))
 
     def read_groupwise(self, name: str, shard: Shard, shape: list[int]) -> GroupwiseWeight | None:
-        """Return None: quantized checkpoints of these families are refused with their config.json."""
-        return None
+        module = _module(name)
+        where = self._stacked(module, shard)
+        stored_shape = [where.size if dim == where.dim else size for dim, size in enumerate(shape)]
+        weight = self._source.read_groupwise(self._theirs(name), where, stored_shape)
+        if weight is None:
+            return None
+        if self._config.normalized_head and name == "lm_head.weight":
+            raise ValueError(f"{self._theirs(name)} is quantized, but its rows are to be normalized: not supported")
+        return self._half_split_groupwise(weight) if self._is_interleaved(module) else weight
+
+    def _is_interleaved(self, module: str) -> bool:
+        return self._renaming.interleaved_rotary and module in ("self_attn.q_proj", "self_attn.k_proj")
+
+    def _half_split(self, rows: Tensor) -> Tensor:
+        return half_split(rows, self._config.head_dim, self._config.rotary_dim)
+
+    def _half_split_groupwise(self, weight: GroupwiseWeight) -> GroupwiseWeight:
+        offsets_NG = weight.offsets_NG
+        return replace(
+            weight,
+            codes_NB=self._half_split(weight.codes_NB),
+            scales_NG=self._half_split(weight.scales_NG),
+            offsets_NG=None if offsets_NG is None else self._half_split(offsets_NG),
+        )
 
     def _theirs(self, name: str) -> str:
         path, leaf = name.rsplit(".", 1)

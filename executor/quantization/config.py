@@ -9,6 +9,7 @@ import msgspec
 # Files that tools wrote before config.json had a quantization_config.
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 OLD_AWQ_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
+OLD_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")  # keys by which it is known where no quant_method is written
 ROUNDINGS = {"int8": 8, "int4": 4}
 
 
@@ -20,18 +21,21 @@ class Quantization:
     bits: int | None = None  # None where each tensor has its own type, or is dequantized
     group_size: int | None = None  # inputs that share a scale; None: all of a row
     zero_shift: int = 0  # what is added to a zero point that is stored
+    has_zero_points: bool = False  # other than the middle code, by what the tool says of itself
     block_shape: tuple[int, int] | None = None  # fp8: outputs and inputs that share a scale
 
 
 class _AWQ(msgspec.Struct):
     bits: Literal[4]
     group_size: int
+    zero_point: bool = True
     version: str = "gemm"
 
 
 class _GPTQ(msgspec.Struct):
     bits: Literal[4, 8]
     group_size: int
+    sym: bool = True
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
 
@@ -45,6 +49,7 @@ class _CompressedWeights(msgspec.Struct, frozen=True):
     num_bits: int
     type: str
     strategy: str
+    symmetric: bool = True
     group_size: int | None = None
     block_structure: tuple[int, int] | None = None
 
@@ -92,7 +97,8 @@ def choose_rounding(requested: str, found: Quantization | None) -> int | None:
 
 
 def _parse(written: dict[str, Any]) -> Quantization:
-    method = written.get("quant_method", "unnamed")
+    is_bitsandbytes = any(key in written for key in OLD_BITSANDBYTES)
+    method = written.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unnamed")
     if method not in QUANTIZATIONS:
         raise ValueError(f"quant_method {method!r} is not supported; supported: {', '.join(QUANTIZATIONS)}")
     try:
@@ -105,7 +111,8 @@ def _awq(written: dict[str, Any]) -> Quantization:
     config = msgspec.convert({OLD_AWQ_KEYS.get(key, key): value for key, value in written.items()}, _AWQ)
     if config.version.lower() != "gemm":
         raise ValueError(f"version {config.version!r} is not supported; supported: gemm")
-    return Quantization(method="awq", bits=config.bits, group_size=_group_size(config.group_size))
+    group_size = _group_size(config.group_size)
+    return Quantization(method="awq", bits=config.bits, group_size=group_size, has_zero_points=config.zero_point)
 
 
 def _gptq(written: dict[str, Any]) -> Quantization:
@@ -114,8 +121,13 @@ def _gptq(written: dict[str, Any]) -> Quantization:
     stored = "marlin" if config.is_marlin_format else config.checkpoint_format
     if stored not in shifts:
         raise ValueError(f"checkpoint_format {stored!r} is not supported; supported: {', '.join(shifts)}")
-    group_size = _group_size(config.group_size)
-    return Quantization(method="gptq", bits=config.bits, group_size=group_size, zero_shift=shifts[stored])
+    return Quantization(
+        method="gptq",
+        bits=config.bits,
+        group_size=_group_size(config.group_size),
+        zero_shift=shifts[stored],
+        has_zero_points=not config.sym,
+    )
 
 
 def _gguf(written: dict[str, Any]) -> Quantization:
@@ -140,7 +152,12 @@ def _compressed_tensors(written: dict[str, Any]) -> Quantization:
             return Quantization(method="compressed-tensors", block_shape=weights.block_structure)
         case "pack-quantized", "int", 4 | 8 as bits, "group" | "channel" as strategy:
             group_size = _group_size(weights.group_size or -1) if strategy == "group" else None
-            return Quantization(method="compressed-tensors", bits=bits, group_size=group_size)
+            return Quantization(
+                method="compressed-tensors",
+                bits=bits,
+                group_size=group_size,
+                has_zero_points=not weights.symmetric,
+            )
     raise ValueError(
         f"format {config.format!r} ({weights.type} of {weights.num_bits} bits, a scale for each {weights.strategy}) is"
         " not supported; supported: float-quantized (float of 8 bits; tensor, channel, block) and pack-quantized"

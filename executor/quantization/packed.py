@@ -42,7 +42,7 @@ def read_packed(open_part: OpenSlice, quantization: Quantization, shard: Shard, 
     zeros_NG, middle = parts.zeros(groups, outputs) + quantization.zero_shift, 2 ** (quantization.bits - 1)
     offsets_NG = None if bool((zeros_NG == middle).all()) else smallest_float(-zeros_NG * scales_NG.float())
     if quantization.group_size is None:
-        group_size = _longest_group(inputs[1] - inputs[0])
+        group_size = longest_group(inputs[1] - inputs[0])
         num_groups = (inputs[1] - inputs[0]) // group_size
         scales_NG = scales_NG.expand(-1, num_groups).contiguous()
         offsets_NG = None if offsets_NG is None else offsets_NG.expand(-1, num_groups).contiguous()
@@ -168,10 +168,11 @@ PACKED_PARTS = (
 def _input_bounds(shard: Shard, quantization: Quantization, num_inputs: int) -> tuple[int, int]:
     if shard.dim == 0:
         return 0, num_inputs
-    return whole_groups(shard, quantization.group_size or _longest_group(num_inputs))
+    return whole_groups(shard, quantization.group_size or longest_group(num_inputs))
 
 
-def _longest_group(num_inputs: int) -> int:
+def longest_group(num_inputs: int) -> int:
+    """Return the inputs of a group where all of a row share a scale. Raises ValueError if there is no such group."""
     size = next((size for size in range(LONGEST_GROUP, 15, -16) if num_inputs % size == 0), None)
     if size is None:
         raise ValueError(f"{num_inputs} inputs do not divide into groups of a multiple of 16")

@@ -18,13 +18,18 @@ def round_weight(weight_NK: Tensor, bits: int) -> GroupwiseWeight | None:
     group becomes code 127. 4 bits have an offset: a group's least value becomes code 0, its largest 15.
     """
     num_inputs = weight_NK.shape[1]
-    group_size = next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
+    group_size = rounded_group(num_inputs)
     if group_size is None:
         return None
     groups_NGC = weight_NK.float().reshape(len(weight_NK), -1, group_size)
     codes_NGC, scales_NG, offsets_NG = _symmetric(groups_NGC) if bits == 8 else _asymmetric(groups_NGC)
     codes_NB = pack_codes(codes_NGC.flatten(1).to(torch.uint8), bits)
     return GroupwiseWeight(codes_NB, bits, group_size, scales_NG, offsets_NG)
+
+
+def rounded_group(num_inputs: int) -> int | None:
+    """Return how many inputs share a scale; None if they do not divide into groups."""
+    return next((size for size in GROUP_SIZES if num_inputs % size == 0), None)
 
 
 def _symmetric(groups_NGC: Tensor) -> tuple[Tensor, Tensor, None]:

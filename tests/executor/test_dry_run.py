@@ -1,6 +1,8 @@
 """A dry run counts, without a weight, what a loaded model holds; and says which devices it would take."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,19 @@ import pytest
 import torch
 import transformers
 
-from executor.dry_run import Machine, Plan, fits, make_plan, ranks_needed, report, this_machine
-from executor.footprint import WeightForm, native_footprint, weight_form
+from executor.dry_run import Machine, Plan, fits, look_at_machine, make_plan, ranks_needed, report, this_machine
+from executor.footprint import native_footprint
 from executor.models import TensorParallel, load_model, read_model_config
-from executor.models.layers import Linear
-from kernels import ChosenBackend, cpu
+from kernels import ChosenBackend, cpu, reference
+from octavo.convert import link_gguf
 from protocol.config import Config
-from tests.fakes.checkpoints import TINY, make_checkpoint
+from tests.fakes.borrowed_checkpoints import CASES, write
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.quantized_checkpoints import Twins, awq, compressed_packed, gptq
+from tests.fakes.tiny_gguf import tiny_model, write_gguf
 
 CPU = ChosenBackend("cpu", cpu, torch.device("cpu"))
+BF16 = torch.bfloat16
 GB, KIB, GIB = 10**9, 2**10, 2**30
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,36 +41,88 @@ LLAMA_3_8B = {
 }
 
 
-def plan_of(directory: Path, config_json: dict[str, Any], **settings: object) -> Plan:
-    (directory / "config.json").write_text(json.dumps(config_json))
-    return make_plan(msgspec.structs.replace(Config(), model=str(directory), **settings), CPU)
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+MIXED = {"attn_v.weight": "Q6_K", "ffn_down.weight": "Q8_0", "blk.1.attn_k.weight": "F16", "": "Q4_K"}
+
+
+def configured(directory: Path, **settings: object) -> Config:
+    return msgspec.structs.replace(Config(), model=str(directory), **settings)
+
+
+def plan_of(directory: Path, config_json: dict[str, Any] | None = None, **settings: object) -> Plan:
+    """Return the plan of a directory, to which `config_json` is written first."""
+    if config_json is not None:
+        (directory / "config.json").write_text(json.dumps(config_json))
+    return make_plan(configured(directory, **settings), CPU)
+
+
+def machine_of(usable_bytes: int, room_bytes: int) -> Machine:
+    return Machine("CPU", BF16, "the checkpoint is bfloat16", BF16, BF16, usable_bytes, room_bytes, "all")
+
+
+def held_bytes(directory: Path, **options: Any) -> int:
+    """Return what a loaded model holds in float32, biases of products excepted."""
+    config = read_model_config(directory)
+    options = {"max_model_len": 8, "backend": reference, "progress": False} | options
+    model = load_model(directory, config, torch.float32, **options)
+    products = {id(packed): packed.nbytes for packed in model.products}  # a tied one once
+    return sum(parameter.nbytes for parameter in model.parameters()) + sum(products.values())
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_counted_is_what_a_loaded_model_holds(tied: bool, tmp_path: Path) -> None:
     make_checkpoint(tmp_path, tie_word_embeddings=tied, attention_bias=True)
-    config = read_model_config(tmp_path)
-    model = load_model(tmp_path, config, torch.float32, max_model_len=8, backend=cpu, progress=False)
-    products = [one for module in model.modules() if isinstance(module, Linear) for one in module.packed]
-    biases = 3 * (64 + 2 * 32 + 64) * 4  # which `nbytes` leaves out
-    held = sum(one.nbytes for one in (*model.parameters(), *products)) + biases
-    footprint = native_footprint(config, cpu)
-    assert footprint.weight_bytes(torch.float32) == held
-    reference = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    assert footprint.num_parameters == reference.num_parameters()
-    assert footprint.kv_shapes == model.kv_shapes
+    footprint = plan_of(tmp_path).own
+    biases = 3 * (64 + 2 * 32 + 64) * 4
+    assert footprint.weight_bytes(torch.float32) == held_bytes(tmp_path) + biases
+    assert footprint.num_parameters == transformers.LlamaForCausalLM.from_pretrained(tmp_path).num_parameters()
+    assert footprint.kv_shapes == [(2, 16, 16)] * 3
+    rounded = plan_of(tmp_path, quantization="int4").own.weight_bytes(torch.float32)
+    assert rounded == held_bytes(tmp_path, quantization="int4") + biases
+
+
+@pytest.mark.parametrize(
+    ("make", "bits"),
+    [
+        (awq, 4 + 48 / 32),
+        (partial(gptq, group_size=64, symmetric=True), 4 + 16 / 64),
+        (partial(gptq, bits=8), 8 + 48 / 32),
+        (partial(compressed_packed, group_size=-1), 4 + 16 / 128),
+    ],
+    ids=["awq", "gptq-symmetric", "gptq-8-bits", "pack-quantized-channels"],
+)
+def test_quantized_projections_are_counted_as_they_are_held(
+    make: Callable[[Path], Twins], bits: float, tmp_path: Path
+) -> None:
+    directory = make(tmp_path).quantized
+    own = plan_of(directory).own
+    assert own.quantized_bits == bits
+    unconverted = 64 * 128  # weights of a module that the tool has left plain, of which config.json does not tell
+    assert own.weight_bytes(torch.float32) + unconverted * (4 - bits / 8) == held_bytes(directory)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_files_types_are_counted_exactly(tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "tie_word_embeddings": tied}
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama", **sizes), kinds=MIXED)
+    link_gguf(path, tmp_path / "linked")
+    plan = plan_of(tmp_path / "linked")
+    assert plan.own.weight_bytes(torch.float32) == held_bytes(tmp_path / "linked")
+    assert plan.form == "weights as the GGUF file has them"
+    dummy = plan_of(tmp_path / "linked", load_format="dummy").own.weight_bytes(torch.float32)
+    assert dummy == held_bytes(tmp_path / "linked", load_format="dummy")
 
 
 def test_llama_3_8b(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, LLAMA_3_8B)
-    assert plan.whole.num_parameters == 8_030_261_248
-    assert plan.whole.weight_bytes(torch.bfloat16) == 2 * 8_030_261_248
-    assert plan.whole.kv_bytes(torch.bfloat16) == 128 * KIB
+    assert plan.own.num_parameters == 8_030_261_248
+    assert plan.own.weight_bytes(torch.bfloat16) == 2 * 8_030_261_248
+    assert plan.own.kv_bytes(torch.bfloat16) == 128 * KIB
     assert list(plan.footprints) == [1, 2, 4, 8, 16, 32]
     assert [ranks_needed(plan, 0.9 * size * GB) for size in (16, 24, 80)] == [2, 1, 1]
     assert ranks_needed(plan, 10**8) is None
-    config = msgspec.structs.replace(Config(), model=str(tmp_path))
-    machine = Machine("CPU", torch.bfloat16, "the checkpoint is bfloat16", 20 * GIB, 2 * GIB, "all")
+    config = configured(tmp_path)
+    machine = machine_of(usable_bytes=20 * GIB, room_bytes=2 * GIB)
     said = report(config, plan, machine)
     assert fits(plan, machine)
     for line in (
@@ -130,7 +188,7 @@ def test_llama_3_8b(tmp_path: Path) -> None:
 def test_older_models_have_the_parameters_they_were_published_with(
     config_json: dict[str, Any], num_parameters: int, tmp_path: Path
 ) -> None:
-    assert plan_of(tmp_path, config_json).whole.num_parameters == num_parameters
+    assert plan_of(tmp_path, config_json).own.num_parameters == num_parameters
 
 
 @pytest.mark.parametrize(
@@ -140,7 +198,7 @@ def test_older_models_have_the_parameters_they_were_published_with(
 def test_a_sequence_must_fit_beside_the_weights(
     usable_bytes: int, room_bytes: int, expected: bool, tmp_path: Path
 ) -> None:
-    machine = Machine("CPU", torch.bfloat16, "", usable_bytes, room_bytes, "")
+    machine = machine_of(usable_bytes, room_bytes)
     assert fits(plan_of(tmp_path, LLAMA_3_8B), machine) == expected
 
 
@@ -154,70 +212,101 @@ def test_a_shorter_sequence_needs_less(tmp_path: Path) -> None:
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, LLAMA_3_8B | {"num_hidden_layers": 1, "vocab_size": 100})
-    config = msgspec.structs.replace(Config(), dtype="float32", kv_cache_memory_bytes=GIB)
-    machine = this_machine(config, plan, CPU.device)
+    config = configured(tmp_path, dtype="float32", kv_cache_memory_bytes=GIB)
+    machine = this_machine(config, plan, CPU)
     assert machine.usable_bytes > 0
     assert (machine.dtype, machine.room_bytes) == (torch.float32, GIB)
 
 
+def test_an_fp8_cache_takes_half_and_the_cpu_has_none(tmp_path: Path) -> None:
+    """What this machine cannot do is said beside what others can."""
+    plan = plan_of(tmp_path, LLAMA_3_8B, kv_cache_dtype="fp8")
+    assert plan.own.kv_bytes(plan.kv_dtype) == 64 * KIB
+    config = configured(tmp_path, kv_cache_dtype="fp8")
+    said = report(config, plan, look_at_machine(config, plan, CPU))
+    assert "  KV cache of 8,192 tokens  512.00 MiB" in said
+    assert "  fits  no: kv_cache_dtype fp8 is not supported by the cpu kernels" in said
+    assert "  16 GB   2" in said
+
+
+def test_bfloat16_products_without_instructions_take_float32(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LLAMA_3_8B | {"num_hidden_layers": 1, "vocab_size": 100})
+    widened = 2 if this_machine(configured(tmp_path, dtype="bfloat16"), plan, CPU).product_dtype == BF16 else 4
+    assert widened == (2 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 4)
+    norms_and_embedding = 3 * 4096 + 100 * 4096
+    products = plan.own.num_parameters - norms_and_embedding
+    assert plan.own.weight_bytes(BF16, torch.float32) == 2 * norms_and_embedding + 4 * products
+
+
+def test_quantized_weights_are_those_of_projections(tmp_path: Path) -> None:
+    """Embedding, head and norms stay as they are."""
+    plan = plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": AWQ})
+    plain = 2 * 128256 * 4096 + 65 * 4096
+    assert plan.own.weight_bytes(BF16) == 2 * plain + (8_030_261_248 - plain) * 4.375 / 8
+    said = report(configured(tmp_path), plan, machine_of(20 * GIB, 2 * GIB))
+    assert ", projections in awq (4.38 bits each, with scales)" in said
+    assert plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": {"quant_method": "fp8"}}).own.num_quantized == 0
+
+
 @pytest.mark.parametrize(
-    ("quantization_config", "requested", "expected"),
+    ("quantization_config", "settings", "said"),
     [
-        (None, "auto", None),
-        (None, "int8", 8.125),
-        (None, "int4", 4.25),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, "auto", 4.375),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, "auto", 4.125),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, "auto", 9.5),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "auto", 4),
-        ({"quant_method": "fp8"}, "auto", None),
+        ({"quant_method": "exotic"}, {}, "quant_method 'exotic' is not supported"),
+        (AWQ, {"quantization": "int4"}, "int4 rounds plain weights, but this checkpoint is quantized with awq"),
+        (AWQ, {"quantization": "gptq"}, "quantization is set to gptq"),
+        (AWQ, {"tensor_parallel_size": 3}, "can be split among 1, 2, 4, 8 or 16"),
+        (AWQ | {"group_size": 1024}, {"tensor_parallel_size": 8}, "whole groups, but among 1, 2, 4"),
     ],
 )
-def test_bits_of_a_weight(quantization_config: dict[str, Any] | None, requested: str, expected: float | None) -> None:
-    form = weight_form(quantization_config, requested)
-    assert (form and form.bits) == expected
+def test_what_a_start_refuses_is_refused(
+    quantization_config: dict[str, Any], settings: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": quantization_config}, **settings)
 
 
-def test_quantized_weights_are_those_of_products(tmp_path: Path) -> None:
-    """Embedding, head and norms stay as they are."""
-    quantization = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
-    plan = plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": quantization})
-    plain = 2 * 128256 * 4096 + 65 * 4096
-    assert plan.form == WeightForm("awq of 4 bits", 4.375)
-    assert plan.whole.num_plain == plain
-    expected = 2 * plain + (8_030_261_248 - plain) * 4.375 / 8
-    assert plan.whole.weight_bytes(torch.bfloat16, plan.form) == expected
-    assert "products in awq of 4 bits (4.38 a weight" in report(
-        Config(), plan, this_machine(Config(), plan, CPU.device)
-    )
-    with pytest.raises(ValueError, match="'exotic', which is not known"):
-        plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": {"quant_method": "exotic"}})
-
-
-def test_ranks_share_products_and_vocabulary(tmp_path: Path) -> None:
+def test_ranks_share_products_vocabulary_and_memory(tmp_path: Path) -> None:
     config = read_model_config(make_checkpoint(tmp_path, vocab_size=321))
-    whole, half = (native_footprint(config, cpu, TensorParallel(0, size)) for size in (1, 2))
-    norms = 7 * 64
+    whole = native_footprint(config, cpu)
+    plan = plan_of(tmp_path, tensor_parallel_size=2)
+    half, norms = plan.own, 7 * 64
+    assert half == native_footprint(config, cpu, TensorParallel(0, 2))
     assert 2 * (half.num_parameters - norms) == whole.num_parameters - norms + 2 * 64  # a row of zeros, twice
     assert half.kv_shapes == [(1, 16, 16)] * 3
+    settings = configured(tmp_path, tensor_parallel_size=2)
+    said = report(settings, plan, look_at_machine(settings, plan, CPU))
+    assert f"{whole.num_parameters / 1e6:.2f} million parameters" in said
+    assert "On this machine (CPU, each of 2 ranks, float32" in said
 
 
-@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "GPTNeoXForCausalLM"])
-def test_other_architectures_are_counted_by_transformers(architecture: str, tmp_path: Path) -> None:
-    model_class = getattr(transformers, architecture)
-    model_class.config_class(**TINY, architectures=[architecture], dtype="bfloat16").save_pretrained(tmp_path)
-    plan = make_plan(msgspec.structs.replace(Config(), model=str(tmp_path)), CPU)
-    reference = model_class(model_class.config_class(**TINY))
-    assert (plan.architecture, plan.tier, plan.dtype) == (architecture, "transformers' modelling code", torch.bfloat16)
-    assert plan.whole.num_parameters == reference.num_parameters()
-    head = reference.get_output_embeddings().weight.numel() if reference.config.tie_word_embeddings else 0
-    assert plan.whole.weight_bytes(torch.float32) == 4 * (reference.num_parameters() + head)
-    assert len(plan.whole.kv_shapes) == TINY["num_hidden_layers"]
+@pytest.mark.parametrize(
+    ("name", "quantization", "kv_shape"),
+    [
+        ("gemma", "int8", (2, 16, 16)),  # its head is tied
+        ("gpt2", "auto", (4, 16, 16)),  # its weights are transposed
+        ("deepseek-v3", "int4", (4, 32, 16)),
+    ],
+)
+def test_the_second_tier_is_counted_on_the_meta_device(
+    name: str, quantization: str, kv_shape: tuple[int, int, int], tmp_path: Path
+) -> None:
+    write(tmp_path, CASES[name])
+    plan = plan_of(tmp_path, quantization=quantization)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    linears = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    biases = [module.bias for module in model.modules() if isinstance(module, linears) and module.bias is not None]
+    held = held_bytes(tmp_path, quantization=quantization) + sum(bias.nbytes for bias in biases)
+    assert plan.tier == "transformers' modelling code"
+    assert plan.own.num_parameters == model.num_parameters()
+    assert plan.own.weight_bytes(torch.float32) == held
+    assert plan.own.kv_shapes == [kv_shape] * 2
     assert ranks_needed(plan, 1) is None
+    with pytest.raises(ValueError, match="cannot be split"):
+        plan_of(tmp_path, tensor_parallel_size=2)
 
 
 def test_what_nobody_knows_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"config\.json cannot be read"):
-        make_plan(msgspec.structs.replace(Config(), model=str(tmp_path)), CPU)
-    with pytest.raises(ValueError, match="transformers cannot build it"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        plan_of(tmp_path)
+    with pytest.raises(ValueError, match="NobodyForCausalLM is not supported"):
         plan_of(tmp_path, {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})

@@ -13,21 +13,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from executor.models import TensorParallel, load_model, read_model_config
+from executor.quantization import round_weight
 from executor.startup import start_executor
-from kernels import cpu
+from kernels import cpu, reference
 from protocol.config import Config
-from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
+from tests.fakes.borrowed_checkpoints import CASES, Case, load, random_prompts, write
 from tests.fakes.checkpoints import TINY, make_checkpoint
-from tests.fakes.paged_decoding import assert_greedy, greedy_tokens
+from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, assert_near, greedy_tokens
 from tests.fakes.runner_driver import init, share, step
 
-LOADING: dict[str, Any] = {
-    "max_model_len": MAX_MODEL_LEN,
-    "load_format": "auto",
-    "seed": 0,
-    "device": torch.device("cpu"),
-    "progress": False,
-}
 REMOTE_CODE = """
 import torch
 from torch import nn
@@ -67,7 +61,7 @@ def test_an_executor_starts_with_it(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert executor.description.vocab_size == TINY["vocab_size"]
     assert executor.runner.num_blocks == (1 << 20) // (2 * 2 * 2 * 16 * 16 * 2)  # layers, K and V, heads, size, tokens
     assert "Gemma2ForCausalLM runs through transformers' modelling code" in caplog.text
-    assert "bfloat16 weights, oneDNN prepacked in float32" in caplog.text
+    assert "MiB of weights (" in caplog.text
     executor.progress.layers_done = 0
     executor.runner.run(step(1, share(1, 0, [5, 9], [3], init=init([5, 9]))))
     assert executor.progress.layers_done == 2
@@ -141,15 +135,30 @@ def edit(directory: Path, **keys: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
 
 
-def test_linear_layers_are_rounded_but_the_head(tmp_path: Path) -> None:
-    """To groups of 32: the tiny model's 64 and 96 inputs are multiples of no more."""
-    directory = write(tmp_path, CASES["gemma3"])
-    model = load(directory, quantization="int8")
-    assert len(model.products) == 2 * 7 + 1
+def test_linear_layers_are_rounded_but_those_that_choose_experts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of each layer attention and the shared expert, but not its gate, which has one output; nor the head."""
+    config: dict[str, Any] = CASES["qwen2-moe"].config | {"shared_expert_intermediate_size": 64}
+    directory = write(tmp_path, Case("Qwen2MoeForCausalLM", config))
+    with caplog.at_level(logging.INFO):
+        model = load(directory, backend=reference, quantization="int8")
     assert [product.form.startswith("8-bit") for product in model.products].count(True) == 2 * 7
-    [prompt] = random_prompts(30)
-    [plain], [rounded] = (greedy_tokens(model, [prompt], [1], chunk_size=30) for model in (load(directory), model))
-    assert plain == rounded
+    assert len(model.products) == 2 * (7 + 1) + 1
+    assert "model.layers.1.mlp.shared_expert_gate stays plain" in caplog.text
+    assert "MiB of stacked experts stay plain" in caplog.text
+
+    weights = load_file(directory / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight") and ".experts." not in name:
+            rounded = round_weight(weight, 8)
+            assert rounded is not None
+            weights[name] = rounded.dequantize()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    expected_TV, logits_TV = (
+        PagedDecoding(of, 16, 4, torch.float32).score(random_prompts(30)[0]) for of in (load(directory), model)
+    )
+    assert_near(logits_TV, expected_TV)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +198,8 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, change: dict[str, Ten
         ("BartForCausalLM", {"is_encoder_decoder": True}, "it is an encoder and a decoder"),
         ("T5ForConditionalGeneration", {}, "transformers has it, but not as a decoder of text"),
         ("Gemma3ForConditionalGeneration", {}, "it takes more than text"),
-        ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq'"),
+        ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
+        ("Phi3ForCausalLM", {"quantization_config": {"quant_method": "gguf"}}, "quant_method 'gguf' is not read in"),
         ("NobodyForCausalLM", {"model_type": "nobody"}, f"transformers {transformers.__version__} does not know it"),
         ("GemmaForCausalLM", {"model_type": "nobody"}, "transformers cannot read"),
         ("GemmaForCausalLM", {"head_dim": "many"}, "transformers cannot read"),

@@ -11,11 +11,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from executor.checkpoint import Checkpoint
 from executor.models import Decoder, TensorParallel, load_model, read_model_config
 from executor.models.config import ARCHITECTURES
 from executor.models.layers import Shard
 from executor.models.renaming import renamed
-from executor.weights import Checkpoint
 from kernels import cpu
 from octavo.older import FAMILIES
 from tests.fakes.checkpoints import TINY, make_checkpoint
@@ -160,7 +160,12 @@ def test_a_missing_tensor_has_the_checkpoints_own_name(tmp_path: Path) -> None:
         ("GlmForCausalLM", "chatglm", {"pre_seq_len": 128}, "pre_seq_len 128 is not supported"),
         ("GlmForCausalLM", "chatglm", {"rope_ratio": 4, "_name_or_path": "THUDM/chatglm2-6b-32k"}, "rope_ratio"),
         ("Qwen2ForCausalLM", "qwen", {"no_bias": False}, "no_bias False is not supported"),
-        ("Qwen2ForCausalLM", "qwen", {"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        (
+            "LlamaForCausalLM",
+            "baichuan",
+            {"quantization_config": {"load_in_4bit": True}},
+            "'bitsandbytes' is not support",
+        ),
         ("Qwen2ForCausalLM", "qwen", {"kv_channels": None}, "kv_channels"),
     ],
 )

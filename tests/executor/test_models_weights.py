@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from executor.checkpoint import Checkpoint
 from executor.fingerprint import model_fingerprint
 from executor.models import TensorParallel, load_model, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.rotary import rotary_table
 from executor.shards import Shard
-from executor.weights import Checkpoint, load_weights
+from executor.weights import load_weights
 from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 

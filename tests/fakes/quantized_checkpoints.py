@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.fakes.checkpoints import make_checkpoint
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 319}
+# how names of layers end that are packed, in the families of today and of older guides
+PACKED = ("_proj", "W_pack", "c_attn", "w1", "w2", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 UNCONVERTED = "model.layers.1.self_attn.v_proj"  # stays plain, as `modules_to_not_convert` asks for
 
 Tensors = dict[str, Tensor]
@@ -23,17 +25,27 @@ class Twins(NamedTuple):
 
 
 def make_twins(
-    folder: Path, quantize: Callable[[str, Tensor], tuple[Tensors, Tensor]], config: dict[str, Any], **keys: Any
+    folder: Path,
+    quantize: Callable[[str, Tensor], tuple[Tensors, Tensor]],
+    config: dict[str, Any],
+    make: Callable[..., Path] = make_checkpoint,
+    **keys: Any,
 ) -> Twins:
-    """Write a checkpoint whose projections `quantize` (stem, weight_NK) gives as (tensors, dequantized_NK)."""
-    plain = make_checkpoint(folder / "plain", **(SIZES | keys))
+    """Write a checkpoint whose projections `quantize` (stem, weight_NK) gives as (tensors, dequantized_NK).
+
+    `make` writes the plain one, given a directory and keys of config.json.
+    """
+    plain = make(folder / "plain", **(SIZES | keys))
     weights = load_file(plain / "model.safetensors")
     packed: Tensors = {}
+    is_transposed = keys.get("architecture") == "GPT2LMHeadModel"
     for name, weight in list(weights.items()):
         stem = name.removesuffix(".weight")
-        if stem.endswith("_proj") and stem != UNCONVERTED:
-            tensors, weights[name] = quantize(stem, weight)
-            packed |= {key: tensor.contiguous() for key, tensor in tensors.items()}
+        if name.endswith(".weight") and stem.endswith(PACKED) and stem != UNCONVERTED:
+            tensors, dequantized_NK = quantize(stem, weight.T if is_transposed else weight)
+            weights[name] = dequantized_NK.T if is_transposed else dequantized_NK
+            packed |= {key: tensor.contiguous() for key, tensor in tensors.items() if key not in weights}
+            packed |= {name: tensors[name]} if name in tensors else {}
         else:
             packed[name] = weight
     save_file({name: weight.contiguous() for name, weight in weights.items()}, plain / "model.safetensors")

@@ -102,14 +102,19 @@ def test_a_dry_run_says_what_a_model_takes_and_starts_nothing(
     assert "fits                    no" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("model", [[], ["tiny.gguf"]])
-def test_a_dry_run_needs_a_config(
-    model: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [([], "`octavo pull` does that (93 MB)"), (["tiny.gguf"], "is a file, but not a GGUF file")],
+)
+def test_a_dry_run_fetches_no_weights(
+    model: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     Path("tiny.gguf").touch()
     assert main(["serve", *model, "--dry-run"]) == 1
-    assert "is a GGUF file, which has no config.json to read" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "octavo").exists()
 
 
 def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,13 +122,20 @@ def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip() == str(demo_directory)
 
 
-@pytest.mark.parametrize("role", ["gateway", "scheduler", "executor"])
-def test_each_process_has_a_help_of_its_own(role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "flag", "meant"),
+    [
+        ("gateway", "--prot", "--port"),
+        ("scheduler", "--max-num-req", "--max-num-seqs"),
+        ("executor", "--block-siz", "--block-size"),
+    ],
+)
+def test_each_process_has_a_help_of_its_own(role: str, flag: str, meant: str) -> None:
     done = subprocess.run([sys.executable, "-m", role, "--help"], capture_output=True, text=True, check=True)
     assert f"python -m {role}" in done.stdout
-    wrong = subprocess.run([sys.executable, "-m", role, "--prot", "1"], capture_output=True, text=True)
+    wrong = subprocess.run([sys.executable, "-m", role, flag, "1"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert "did you mean --port?" in wrong.stderr
+    assert f"did you mean {meant}?" in wrong.stderr
 
 
 @pytest.mark.parametrize(

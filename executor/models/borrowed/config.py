@@ -1,7 +1,7 @@
 """What transformers says about a checkpoint's architecture, and what its modelling code does when it is looked at."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,10 +19,11 @@ from executor.models.borrowed import attention
 from executor.models.borrowed.attention import PROBE_TOKENS, AttentionLayer, UnsupportedModelError
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static, rotary_frequencies, stretched_tokens
-from executor.quantization import Quantization
+from executor.quantization import Quantization, read_quantization
 
 AUTO_CLASS = "AutoModelForCausalLM"
 WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
+READ_METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What modelling code raises where it is not made for what is asked of it here.
 FAILURES = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
@@ -49,10 +50,10 @@ class BorrowedConfig:
     default_max_model_len: int
     longest_sequence_tokens: int
     layers: tuple[LayerLayout, ...]
-    quantization: Quantization | None = None
-    widened_from: str | None  # a form of few bits that transformers widens while it loads the weights
     body_path: str  # of the module that computes hidden states, in the causal language model
     body_output: Any  # what it returns them in
+    quantization: Quantization | None = None  # how the checkpoint stores its weights, if not plainly
+    widened_from: str | None = None  # a form of few bits that transformers widens while it loads the weights
 
     @property
     def kv_shapes(self) -> list[KVShape]:
@@ -78,7 +79,9 @@ def read_borrowed_config(directory: Path, architecture: str, *, trust_remote_cod
     with quiet(None):
         model_class, config = _resolve(directory, architecture, trust_remote_code)
         _refuse_unsupported(architecture, config)
-        return _look(architecture, model_class, config)
+        widened_from, quantization = _take_quantization(architecture, config, directory)
+        found = _look(architecture, model_class, config)
+        return replace(found, widened_from=widened_from, quantization=quantization)
 
 
 def _resolve(directory: Path, architecture: str, trust_remote_code: bool) -> tuple[Any, Any]:
@@ -108,15 +111,24 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
         _refuse(architecture, "it is an encoder and a decoder")
     if config.get_text_config() is not config:
         _refuse(architecture, "it takes more than text")
-    if (method := _quant_method(config)) not in (None, *WIDENED):
-        _refuse(architecture, f"its quantization_config has quant_method {method!r}, which this tier does not read")
     if (config.dtype or torch.float32) not in DTYPES:
         _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
 
 
-def _quant_method(config: Any) -> str | None:
-    quantization = getattr(config, "quantization_config", None)
-    return quantization.get("quant_method", "unnamed") if quantization else None
+def _take_quantization(architecture: str, config: Any, directory: Path) -> tuple[str | None, Quantization | None]:
+    """Return what transformers widens and what is read here; the latter is taken out of the configuration."""
+    written = getattr(config, "quantization_config", None)
+    if written and written.get("quant_method") in WIDENED:
+        return written["quant_method"], None
+    try:
+        found = read_quantization(directory, written or None)
+    except ValueError as error:
+        _refuse(architecture, line_of(error))
+    if found is not None and found.method not in READ_METHODS:
+        _refuse(architecture, f"quant_method {found.method!r} is not read in this tier, but {', '.join(READ_METHODS)}")
+    if written is not None:
+        del config.quantization_config
+    return None, found
 
 
 def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
@@ -149,7 +161,6 @@ def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
         vocab_size=_count(architecture, config, "vocab_size"),
         default_max_model_len=default,
         longest_sequence_tokens=longest,
-        widened_from=_quant_method(config),
         layers=tuple(LayerLayout(paths[id(layer.module)], layer.kv_shape, layer.sliding_window) for layer in layers),
         body_path=body_path,
         body_output=body_output,

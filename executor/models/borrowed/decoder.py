@@ -1,6 +1,7 @@
 """A decoder of transformers as the runner sees it."""
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,14 @@ from executor.memory import KVCaches, KVShape
 from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
 from executor.quantization import round_weight
-from kernels import Backend
+from kernels import Backend, GroupwiseWeight
 
 # T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
+
+FEWEST_ROUNDED_OUTPUTS = 32
+ROUTERS = {"gate", "router"}  # names of layers that choose experts
+
+logger = logging.getLogger(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -97,24 +103,49 @@ def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, pro
     """Replace the linear layers of a causal model by packed ones, each letting go of its raw weight.
 
     Only modules whose forward is the plain product are replaced; the head's result is float32. Weights are
-    rounded to `rounded_bits`, if there are any, but for the head's. `progress` is called after each layer.
+    rounded to `rounded_bits`, if there are any, but for the head's and those that choose experts. `progress` is called
+    after each layer.
     """
     head = model.get_output_embeddings()
     packed: dict[int, PackedLinear] = {}
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if not is_product(child):
                 continue
             if id(child) not in packed:
                 weight_NK = child.weight.detach().T.contiguous() if type(child) is Conv1D else child.weight.detach()
-                rounded = round_weight(weight_NK, rounded_bits) if rounded_bits and child is not head else None
-                bias_N = None if child.bias is None else child.bias.detach()
-                form = backend.pack_linear(weight_NK if rounded is None else rounded, bias_N)
-                out_dtype = torch.float32 if child is head else None
-                packed[id(child)] = PackedLinear(form, child.weight.detach(), backend, out_dtype)
+                bits = None if child is head else rounded_bits
+                form = weight_NK if bits is None else _rounded(f"{path}.{name}", weight_NK, bits)
+                packed[id(child)] = packed_linear(child, form, backend, is_head=child is head)
                 del child.weight  # a tied one stays with the embedding
                 progress()
             setattr(parent, name, packed[id(child)])
+
+
+def packed_linear(linear: Any, weight: Tensor | GroupwiseWeight, backend: Backend, *, is_head: bool) -> PackedLinear:
+    """Return what takes the place of a linear layer, given its weight (N outputs, K inputs) on its device."""
+    device = weight.device if isinstance(weight, Tensor) else weight.codes_NB.device
+    bias_N = None if linear.bias is None else linear.bias.detach().to(device)
+    out_dtype = torch.float32 if is_head else None
+    return PackedLinear(backend.pack_linear(weight, bias_N), linear.weight.detach(), backend, out_dtype)
+
+
+def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeight:
+    """Return a weight in few bits, or as it is, saying why."""
+    num_outputs, num_inputs = weight_NK.shape
+    if may_choose_experts(path, num_outputs):
+        logger.info("%s stays plain: with its %d outputs it may be what chooses experts", path, num_outputs)
+        return weight_NK
+    rounded = round_weight(weight_NK, bits)
+    if rounded is None:
+        logger.warning("%s stays plain: %d inputs are no multiple of 32", path, num_inputs)
+        return weight_NK
+    return rounded
+
+
+def may_choose_experts(path: str, num_outputs: int) -> bool:
+    """Return whether a linear layer, by its path and size, may be what rounding could most easily mislead."""
+    return num_outputs < FEWEST_ROUNDED_OUTPUTS or not ROUTERS.isdisjoint(path.split("."))
 
 
 def is_product(module: nn.Module) -> bool:

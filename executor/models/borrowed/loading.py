@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
+from executor.checkpoint import Checkpoint, checkpoint_files, listed
 from executor.inputs import StepInputs
 from executor.memory import allocate_kv_caches
 from executor.models.borrowed import attention
@@ -17,9 +18,10 @@ from executor.models.borrowed.attention import UnsupportedModelError
 from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
 from executor.models.borrowed.notices import quiet
+from executor.models.borrowed.quantized import find_packed, pack_stored, state_to_load
 from executor.models.borrowed.rotary import make_rotary_static
 from executor.shards import Shard
-from executor.weights import DummyWeights, checkpoint_files, listed
+from executor.weights import DummyWeights
 from kernels import Backend, reference
 
 # T tokens, V vocabulary
@@ -53,12 +55,13 @@ def load_borrowed(
     if load_format == "dummy":
         causal_model = _dummy(config, dtype, seed, device)
     else:
-        causal_model = _read(directory, config, dtype, device, progress)
+        causal_model = _read(directory, config, dtype, backend, device, progress)
     make_rotary_static(causal_model, max_model_len)
     num_products = sum(is_product(module) for module in causal_model.modules())
-    disable = None if progress is None else not progress
-    with tqdm(total=num_products, desc="packing weights", unit="layer", disable=disable) as bar:
+    with _bar("packing weights", num_products, progress) as bar:
         pack_products(causal_model, backend, rounded_bits=rounded_bits, progress=bar.update)
+    if rounded_bits and (stacked := sum(weight.nbytes for weight in causal_model.parameters() if weight.ndim == 3)):
+        logger.warning("%.1f MiB of stacked experts stay plain: only linear layers are rounded", stacked / 2**20)
     model = BorrowedDecoder(config, causal_model, backend)
     deviation = assert_agrees(model, dtype, max_model_len, device)
     logger.info(
@@ -106,25 +109,52 @@ def _dummy(config: BorrowedConfig, dtype: torch.dtype, seed: int, device: torch.
 
 
 def _read(
-    directory: Path, config: BorrowedConfig, dtype: torch.dtype, device: torch.device, progress: bool | None
+    directory: Path,
+    config: BorrowedConfig,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: torch.device,
+    progress: bool | None,
 ) -> Any:
-    """Return the model with the directory's weights; transformers knows which tensors are renamed or fused."""
-    checkpoint_files(directory)  # says what is missing
-    widening = {}
-    if config.widened_from:
-        logger.info("%s weights are widened to %s", config.widened_from, dtype)
-        widening = {"quantization_config": WIDENED[config.widened_from]}
+    """Return the model with the directory's weights, those of few bits packed already."""
+    if config.quantization is None:
+        checkpoint_files(directory)  # says what is missing
+        widening = {}
+        if config.widened_from:
+            logger.info("%s weights are widened to %s", config.widened_from, dtype)
+            widening = {"quantization_config": WIDENED[config.widened_from]}
+        causal_model = _from_pretrained(directory, config, dtype, progress, directory, **widening)
+    else:
+        with Checkpoint(directory, config.quantization) as checkpoint:
+            skeleton = config.build("meta", dtype)
+            packed = find_packed(checkpoint, skeleton)
+            state = state_to_load(checkpoint, packed, skeleton, dtype)
+            causal_model = _from_pretrained(directory, config, dtype, progress, None, state_dict=state)
+            with _bar("reading packed weights", len(packed), progress) as bar:
+                pack_stored(causal_model, checkpoint, packed, backend, device, bar.update)
+    return causal_model.to(device).requires_grad_(False)
+
+
+def _from_pretrained(
+    directory: Path,
+    config: BorrowedConfig,
+    dtype: torch.dtype,
+    progress: bool | None,
+    source: Path | None,
+    **options: Any,
+) -> Any:
+    """Return what transformers makes of `source`, or of `options`: it knows which tensors are renamed or fused."""
     with quiet(progress, "loading weights"):
         try:
             causal_model, found = config.model_class.from_pretrained(
-                directory,
+                source,
                 config=config.transformers_config,
                 dtype=dtype,
                 attn_implementation=attention.PAGED,
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                **widening,
+                **options,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
             raise ValueError(f"{directory}: transformers cannot load the weights: {error}") from None
@@ -137,7 +167,12 @@ def _read(
         problems.append(f"has, of another shape than config.json asks for, {listed(mismatched)}")
     if problems:
         raise ValueError(f"the checkpoint {directory} {' and '.join(problems)}")
-    return causal_model.to(device).requires_grad_(False)
+    return causal_model
+
+
+def _bar(title: str, total: int, progress: bool | None) -> Any:
+    disable = None if progress is None else not progress
+    return tqdm(total=total, desc=title, unit="layer", disable=disable)
 
 
 @torch.inference_mode()
