@@ -14,7 +14,7 @@ from executor.memory import KVCaches, KVShape
 from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
 from executor.quantization import round_weight
-from kernels import Backend, GroupwiseWeight
+from kernels import Backend, GroupwiseWeight, PackedLinear
 
 # T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
 
@@ -24,13 +24,15 @@ ROUTERS = {"gate", "router"}  # names of layers that choose experts
 logger = logging.getLogger(__name__)
 
 
-class PackedLinear(nn.Module):
+class BackendLinear(nn.Module):
     """A linear layer whose product is the backend's.
 
     `weight` has no values: it is there for modelling code that asks for its dtype or shape.
     """
 
-    def __init__(self, packed: Any, weight: Tensor, backend: Backend, out_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, packed: PackedLinear, weight: Tensor, backend: Backend, out_dtype: torch.dtype | None = None
+    ) -> None:
         """`packed` was made of `weight`; `out_dtype` is that of the result, None takes the input's."""
         super().__init__()
         self.weight = weight.to("meta")
@@ -66,9 +68,9 @@ class BorrowedDecoder(nn.Module):
         self._head = [_with_module(causal_model, config.body_path.split("."), _GivenHidden(config.body_output))]
 
     @property
-    def products(self) -> list[Any]:
-        """Return what the backend made of the linear layers."""
-        return [module.packed for module in self.modules() if isinstance(module, PackedLinear)]
+    def products(self) -> list[PackedLinear]:
+        """Return what the backend made of weights, each once."""
+        return [module.packed for module in self.modules() if isinstance(module, BackendLinear)]
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
@@ -107,7 +109,7 @@ def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, pro
     after each layer.
     """
     head = model.get_output_embeddings()
-    packed: dict[int, PackedLinear] = {}
+    packed: dict[int, BackendLinear] = {}
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
             if not is_product(child):
@@ -122,12 +124,12 @@ def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, pro
             setattr(parent, name, packed[id(child)])
 
 
-def packed_linear(linear: Any, weight: Tensor | GroupwiseWeight, backend: Backend, *, is_head: bool) -> PackedLinear:
+def packed_linear(linear: Any, weight: Tensor | GroupwiseWeight, backend: Backend, *, is_head: bool) -> BackendLinear:
     """Return what takes the place of a linear layer, given its weight (N outputs, K inputs) on its device."""
     device = weight.device if isinstance(weight, Tensor) else weight.codes_NB.device
     bias_N = None if linear.bias is None else linear.bias.detach().to(device)
     out_dtype = torch.float32 if is_head else None
-    return PackedLinear(backend.pack_linear(weight, bias_N), linear.weight.detach(), backend, out_dtype)
+    return BackendLinear(backend.pack_linear(weight, bias_N), linear.weight.detach(), backend, out_dtype)
 
 
 def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeight:

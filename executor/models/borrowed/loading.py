@@ -62,14 +62,14 @@ def load_borrowed(
         pack_products(causal_model, backend, rounded_bits=rounded_bits, progress=bar.update)
     if rounded_bits and (stacked := sum(weight.nbytes for weight in causal_model.parameters() if weight.ndim == 3)):
         logger.warning("%.1f MiB of stacked experts stay plain: only linear layers are rounded", stacked / 2**20)
-    model = BorrowedDecoder(config, causal_model, backend)
-    deviation = assert_agrees(model, dtype, max_model_len, device)
+    trial = BorrowedDecoder(config, causal_model, reference)  # whose attention does not have to be compiled
+    deviation = assert_agrees(trial, dtype, max_model_len, device)
     logger.info(
         "%s runs through transformers' modelling code; a trial deviates by %.1g from its own attention",
         config.architecture,
         deviation,
     )
-    return model
+    return BorrowedDecoder(config, causal_model, backend)
 
 
 def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> float:
@@ -199,9 +199,7 @@ def _paged_logits(model: BorrowedDecoder, ids_T: Tensor, near_T: Tensor, far_T: 
     steps = [_inputs(first_ids, first_positions, first_slots, [half, far], [half, far], [[0, 1], [2, 0]])]
     if near > half:
         steps.append(_inputs(ids_T[half:near], near_T[half:], near_T[half:], [near - half], [near], [[0, 1]]))
-    backend, model.current.backend = model.current.backend, reference  # nothing has to be compiled for it
     logits_TV = torch.cat([model.compute_logits(model(step, caches)) for step in steps])
-    model.current.backend = backend
     order = [*range(half), *range(half + far, near + far), *range(half, half + far)]
     return logits_TV[order]
 
