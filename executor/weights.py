@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from executor.models.layers import Layer, num_outputs
+from executor.progress import tqdm_disable
 from executor.quantization import round_weight
 from executor.quantization.groups import form_of, pad_outputs, to_device
 from executor.shards import Shard
@@ -79,7 +80,7 @@ def load_weights(
     layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
     names = {f"{path}.{leaf}" for path, layer in layers.items() for leaf, _ in layer.named_parameters()}
     source.check({tied.get(part, part) for name in names for part in source_names(name)}, set(tied))
-    with tqdm(total=len(names), desc="loading weights", unit="tensor", disable=_disable(progress)) as bar:
+    with tqdm(total=len(names), desc="loading weights", unit="tensor", disable=tqdm_disable(progress)) as bar:
         for path, layer in layers.items():
             owner = layers.get(tied.get(f"{path}.weight", "").removesuffix(".weight"))
             leaves = [leaf for leaf, _ in layer.named_parameters()]
@@ -161,8 +162,3 @@ def _rounded(names: Sequence[str], weight_NK: Tensor, bits: int, dtype: torch.dt
         logger.warning("%s stays plain: %d inputs are no multiple of 32", ", ".join(names), weight_NK.shape[1])
         return weight_NK.to(dtype)
     return rounded
-
-
-def _disable(progress: bool | None) -> bool | None:
-    """Return tqdm's `disable`, in which None means: unless stderr is a terminal."""
-    return None if progress is None else not progress

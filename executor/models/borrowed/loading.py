@@ -20,6 +20,7 @@ from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_p
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.quantized import find_packed, pack_stored, state_to_load
 from executor.models.borrowed.rotary import make_rotary_static
+from executor.progress import tqdm_disable
 from executor.shards import Shard
 from executor.weights import DummyWeights
 from kernels import Backend, reference
@@ -171,8 +172,7 @@ def _from_pretrained(
 
 
 def _bar(title: str, total: int, progress: bool | None) -> Any:
-    disable = None if progress is None else not progress
-    return tqdm(total=total, desc=title, unit="layer", disable=disable)
+    return tqdm(total=total, desc=title, unit="layer", disable=tqdm_disable(progress))
 
 
 @torch.inference_mode()

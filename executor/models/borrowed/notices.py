@@ -7,16 +7,18 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils import logging
 
+from executor.progress import tqdm_disable
+
 
 @contextmanager
 def quiet(progress: bool | None, title: str = "") -> Iterator[None]:
-    """Let transformers say nothing below an error, and let its bar be ours: `title` names it, None shows none.
+    """Let transformers say nothing below an error, and let its bar be ours: `title` names it, "" shows none.
 
     `progress` is as in `executor.models.load_model`. Restores what was before.
     """
 
     def make(_: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        options = {"desc": title, "unit": "tensor", "disable": True if not title else _disable(progress)}
+        options = {"desc": title, "unit": "tensor", "disable": True if not title else tqdm_disable(progress)}
         return tqdm(*arguments, **keywords | options)
 
     verbosity, hook = logging.get_verbosity(), logging.set_tqdm_hook(make)
@@ -26,8 +28,3 @@ def quiet(progress: bool | None, title: str = "") -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         logging.set_tqdm_hook(hook)
-
-
-def _disable(progress: bool | None) -> bool | None:
-    """Return tqdm's `disable`, in which None means: unless stderr is a terminal."""
-    return None if progress is None else not progress
