@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import DTYPES, SHIPPED_DTYPES, check_caches, check_index, check_per_head, triton_type
+from kernels.triton.checks import DTYPES, FLOAT8, SHIPPED_DTYPES, check_caches, check_index, check_per_head, triton_type
 from kernels.triton.configuration import Configuration
 from kernels.triton.dots import dot
 
@@ -101,7 +101,7 @@ def paged_attention(
     is_decode = num_tokens == num_seqs
     changes_scores = soft_cap is not None or alibi_slopes_H is not None
     block_d, block_v = padded_size(head_size), padded_size(value_size)
-    tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype, changes_scores)
+    tiling = choose_tiling(is_decode, block_d, block_v, q_THD.dtype, k_cache_NKDP.dtype, changes_scores)
     no_floats = q_THD.new_empty(0, dtype=torch.float32)
     inputs = {
         "q": q_THD,
@@ -175,7 +175,12 @@ def padded_size(head_size: int) -> int:
 
 
 def choose_tiling(
-    is_decode: bool, block_d: int, block_v: int, dtype: torch.dtype, changes_scores: bool = False
+    is_decode: bool,
+    block_d: int,
+    block_v: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    changes_scores: bool = False,
 ) -> Tiling:
     """Return a tiling whose registers do not spill and whose keys and values fit 64 KiB of shared memory.
 
@@ -189,7 +194,7 @@ def choose_tiling(
         return Tiling(LEAST_ROWS, 32 if is_wide else 64, 4, 3)
     if block_v > 128:
         return Tiling(32, 32, 4, 3)
-    if is_wide:
+    if is_wide or cache_dtype is FLOAT8:  # AMD's conversions of float8 take many registers
         return Tiling(64, 32, 8, 3)
     if changes_scores:
         return Tiling(64, 32, 4, 3)
@@ -229,7 +234,7 @@ def _configuration(
 ) -> Configuration:
     is_decode = kernel is _decode_kernel
     block_d, block_v = padded_size(head_size), padded_size(value_size)
-    tiling = choose_tiling(is_decode, block_d, block_v, dtype, changes_scores)
+    tiling = choose_tiling(is_decode, block_d, block_v, dtype, cache_dtype, changes_scores)
     constexprs: dict[str, object] = {
         "BLOCK_M": tiling.rows,
         "TILE": tiling.keys,

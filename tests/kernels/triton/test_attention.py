@@ -61,7 +61,7 @@ def test_split_contexts_equal_reference(window: int | None, dtype: torch.dtype) 
     batch = _batch(
         lengths, [(seq, end - 1, end) for seq, end in enumerate(lengths)], (2, 1), (32, 72), 16, dtype, dtype
     )
-    tile = attention.choose_tiling(True, 32, 128, dtype).keys
+    tile = attention.choose_tiling(True, 32, 128, dtype, dtype).keys
     assert choose_num_splits(3, batch[3].shape[1] * 16, tile, attention.num_processors(batch[0].device)) > 1
     options = _options(2, "sinks")
     expected = reference.paged_attention(*_plain(batch), 0.2, window, **options)
