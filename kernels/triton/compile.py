@@ -3,28 +3,27 @@
     python -m kernels.triton.compile [--jobs N]
 
 prints what each takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's and
-registers on AMD's. The exit status is 1 if any spills or does not fit. What was compiled is kept, in TRITON_CACHE_DIR
-or else in the user's cache, so that the next run takes seconds.
+registers on AMD's. The exit status is 1 if any spills or does not fit. What was found is kept, in TRITON_CACHE_DIR or
+else in the user's cache, so that the next run takes seconds.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels.triton import activations, attention, drawing, groupwise, kv, norms, sampling
@@ -82,11 +81,26 @@ def cache_directory() -> Path:
 
 
 def compile_configuration(configuration: Configuration, target: Target) -> Usage:
-    """Compile, or load from the cache, and return what it takes."""
+    """Compile it and return what it takes, or what it was found to take before."""
+    source = _source(configuration)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-    compiled = triton.compile(_source(configuration), target=target.gpu, options=options)
-    measure = _usage_on_nvidia if target.gpu.backend == "cuda" else _usage_on_amd
-    return measure(compiled, target)
+    kept = cache_directory() / "usage" / f"{_digest(source, target, options)}.json"
+    if kept.exists():
+        return Usage(**json.loads(kept.read_text()))
+    # Compiled even if Triton's own cache has it: ptxas tells only while it runs.
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target.gpu, options=options)
+    if target.gpu.backend == "cuda":
+        usage = _usage_on_nvidia(log.getvalue(), compiled.metadata.shared)
+    else:
+        usage = _usage_on_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(usage)))
+    partial.replace(kept)
+    return usage
 
 
 def misfits(usages: dict[tuple[str, str], Usage]) -> list[str]:
@@ -126,16 +140,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compile_all(jobs: int) -> dict[tuple[str, str], Usage]:
     keys = [(configuration.name, target) for configuration, target in shipped()]
     # Spawned, not forked: threads of torch and Numba would not live on in a fork.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare_process) as pool:
         futures = [pool.submit(_compile_numbered, number) for number in range(len(keys))]
         for future in tqdm(as_completed(futures), total=len(futures), desc="Compiling", unit="kernel"):
             future.result()  # a kernel that does not compile ends all of it here
         return {key: future.result() for key, future in zip(keys, futures, strict=True)}
 
 
+def _prepare_process() -> None:
+    triton.knobs.cache.dir = str(cache_directory())
+    for configuration in configurations():
+        _ = configuration.kernel.cache_key  # Triton makes a key of those made before it: so all in the same order
+
+
 def _compile_numbered(number: int) -> Usage:
     """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
-    triton.knobs.cache.dir = str(cache_directory())
     configuration, target = shipped()[number]
     return compile_configuration(configuration, TARGETS[target])
 
@@ -152,38 +171,22 @@ def _source(configuration: Configuration) -> ASTSource:
     )
 
 
-def _usage_on_nvidia(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
-    """Return what `ptxas -v` says of the kernel's PTX; kept beside the kernels, since it takes as long as they do."""
-    ptx: str = compiled.asm["ptx"]
-    kept = cache_directory() / "usage" / f"{hashlib.sha256(ptx.encode()).hexdigest()}.json"
-    if kept.exists():
-        return Usage(**json.loads(kept.read_text()))
-    log = _ptxas_log(ptx, target)
+def _digest(source: ASTSource, target: Target, options: dict[str, int]) -> str:
+    """Return a name for what is compiled: the kernel with all that it calls, its types and constants, for what, how."""
+    parts = (source.hash(), target.gpu, options, triton.__version__)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _usage_on_nvidia(log: str, shared_bytes: int) -> Usage:
+    """Return what `ptxas -v` said when Triton ran it."""
     spills = sum(_number(rf"(\d+) bytes spill {kind}", log) for kind in ("stores", "loads"))
-    usage = Usage(_number(r"Used (\d+) registers", log), compiled.metadata.shared, spills)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(usage)))
-    partial.replace(kept)
-    return usage
+    return Usage(_number(r"Used (\d+) registers", log), shared_bytes, spills)
 
 
-def _ptxas_log(ptx: str, target: Target) -> str:
-    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert architecture is not None, "PTX names its target"
-    with tempfile.TemporaryDirectory() as directory:
-        source = Path(directory) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(target.gpu.arch).path, "-v", f"--gpu-name={architecture[1]}", str(source)]
-        command += ["-o", str(source.with_suffix(".cubin"))]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
-def _usage_on_amd(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
-    """Return what the metadata at the end of the kernel's assembly say."""
-    assembly: str = compiled.asm["amdgcn"]
+def _usage_on_amd(assembly: str, shared_bytes: int) -> Usage:
+    """Return what the metadata at the end of a kernel's assembly say."""
     spills = sum(_number(rf"\.{kind}_spill_count:\s+(\d+)", assembly) for kind in ("vgpr", "sgpr"))
-    return Usage(_number(r"\.vgpr_count:\s+(\d+)", assembly), compiled.metadata.shared, spills)
+    return Usage(_number(r"\.vgpr_count:\s+(\d+)", assembly), shared_bytes, spills)
 
 
 def _number(pattern: str, text: str) -> int:
