@@ -1,10 +1,15 @@
 """Compile every kernel ahead of time, as it is shipped, for GPUs that need not be there.
 
-    python -m kernels.triton.compile [--jobs N]
+    python -m kernels.triton.compile [--jobs N] [--complete]
 
 prints what each takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's and
 registers on AMD's. The exit status is 1 if any spills or does not fit. What was found is kept, in TRITON_CACHE_DIR or
 else in the user's cache, so that the next run takes seconds.
+
+Each dtype, each head size, each form of weights and each option is in at least one configuration. `--complete` has
+attention in every combination of them, and takes a quarter of an hour. What else is launched is compiled as it is
+launched, with the same tiles: head sizes in between (padded to the same powers of two), other hidden sizes, blocks of
+other than 16 tokens.
 """
 
 import argparse
@@ -58,17 +63,17 @@ class Usage:
     spills: int  # bytes stored and loaded on NVIDIA's GPUs, registers on AMD's
 
 
-def configurations() -> Iterator[Configuration]:
+def configurations(is_complete: bool = False) -> Iterator[Configuration]:
     """Yield all kernels of this backend, as they are shipped."""
     for module in MODULES:
-        yield from module.configurations()
+        yield from attention.configurations(is_complete) if module is attention else module.configurations()
 
 
-def shipped() -> list[tuple[Configuration, str]]:
+def shipped(is_complete: bool = False) -> list[tuple[Configuration, str]]:
     """Return each kernel with each target that it is for."""
     return [
         (configuration, name)
-        for configuration in configurations()
+        for configuration in configurations(is_complete)
         for name, target in TARGETS.items()
         if target.has_float8 or "*fp8e4nv" not in configuration.signature.values()
     ]
@@ -127,21 +132,22 @@ def table(usages: dict[tuple[str, str], Usage]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
-    jobs = parser.parse_args(arguments).jobs
+    parser.add_argument("--complete", action="store_true", help="attention in every combination of its forms")
+    options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("with TRITON_INTERPRET=1 kernels are interpreted, not compiled: unset it")
-    usages = _compile_all(jobs)
+    usages = _compile_all(options.jobs, options.complete)
     print(table(usages))
     wrong = misfits(usages)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _compile_all(jobs: int) -> dict[tuple[str, str], Usage]:
-    keys = [(configuration.name, target) for configuration, target in shipped()]
+def _compile_all(jobs: int, is_complete: bool) -> dict[tuple[str, str], Usage]:
+    keys = [(configuration.name, target) for configuration, target in shipped(is_complete)]
     # Spawned, not forked: threads of torch and Numba would not live on in a fork.
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare_process) as pool:
-        futures = [pool.submit(_compile_numbered, number) for number in range(len(keys))]
+        futures = [pool.submit(_compile_numbered, number, is_complete) for number in range(len(keys))]
         for future in tqdm(as_completed(futures), total=len(futures), desc="Compiling", unit="kernel"):
             future.result()  # a kernel that does not compile ends all of it here
         return {key: future.result() for key, future in zip(keys, futures, strict=True)}
@@ -153,9 +159,9 @@ def _prepare_process() -> None:
         _ = configuration.kernel.cache_key  # Triton makes a key of those made before it: so all in the same order
 
 
-def _compile_numbered(number: int) -> Usage:
+def _compile_numbered(number: int, is_complete: bool) -> Usage:
     """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
-    configuration, target = shipped()[number]
+    configuration, target = shipped(is_complete)[number]
     return compile_configuration(configuration, TARGETS[target])
 
 

@@ -1,5 +1,6 @@
 """The Triton kernels, each way in processes of its own: interpreted, a process cannot compile what it interprets."""
 
+import faulthandler
 import os
 import subprocess
 import sys
@@ -14,9 +15,12 @@ if find_spec("triton") is None:
 from kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, shipped, table
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 550.0  # on a busy machine; each way takes one to two minutes on two quiet cores
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a module of Python's. Its time limit takes the place of that for one test, which is less."""
+    faulthandler.cancel_dump_traceback_later()
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -25,7 +29,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_S,
     )
 
 
