@@ -194,10 +194,8 @@ def choose_tiling(
         return Tiling(LEAST_ROWS, 32 if is_wide else 64, 4, 3)
     if block_v > 128:
         return Tiling(32, 32, 4, 3)
-    if is_wide or cache_dtype is FLOAT8:  # AMD's conversions of float8 take many registers
+    if is_wide or changes_scores or cache_dtype is FLOAT8:  # AMD's conversions of float8 take many registers
         return Tiling(64, 32, 8, 3)
-    if changes_scores:
-        return Tiling(64, 32, 4, 3)
     return Tiling(128, 64, 8, 3) if block_d <= 64 else Tiling(64, 64, 4, 3)
 
 
