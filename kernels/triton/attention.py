@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import DTYPES, FLOAT8, SHIPPED_DTYPES, check_caches, check_index, check_per_head, triton_type
-from kernels.triton.configuration import Configuration
+from kernels.triton.checks import DTYPES, FLOAT8, check_caches, check_index, check_per_head
+from kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
 from kernels.triton.dots import dot
 
 MAX_HEAD_SIZE = 256
@@ -194,10 +194,8 @@ def choose_tiling(
         return Tiling(LEAST_ROWS, 32 if is_wide else 64, 4, 3)
     if block_v > 128:
         return Tiling(32, 32, 4, 3)
-    if is_wide or cache_dtype is FLOAT8:  # AMD's conversions of float8 take many registers
+    if is_wide or changes_scores or cache_dtype is FLOAT8:  # AMD's conversions of float8 take many registers
         return Tiling(64, 32, 8, 3)
-    if changes_scores:
-        return Tiling(64, 32, 4, 3)
     return Tiling(128, 64, 8, 3) if block_d <= 64 else Tiling(64, 64, 4, 3)
 
 
@@ -212,7 +210,7 @@ def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_proces
 
 
 def configurations(is_complete: bool = False) -> list[Configuration]:
-    """Return the shipped forms: all head sizes in bfloat16, all dtypes with heads of 128, or every combination."""
+    """Return the shipped forms: all head sizes in bfloat16 and all dtypes with heads of 128; or every combination."""
     plain = [
         (dtype, cache_dtype, head_size, value_size)
         for dtype, cache_dtype in SHIPPED_DTYPES

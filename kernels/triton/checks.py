@@ -1,11 +1,20 @@
-"""What the attention kernels, which see addresses only, must be sure of. Nothing here reads what is on the device."""
+"""What kernels, which see addresses only, must be sure of. Nothing here reads what is on the device or waits for it."""
 
 import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-SHIPPED_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(torch.float16, FLOAT8), (torch.bfloat16, FLOAT8)]  # of caches
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+
+
+def check_dtype(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    if tensor.dtype is not dtype:
+        raise ValueError(f"{name} is {tensor.dtype}, expected {dtype}")
 
 
 def check_caches(
@@ -13,8 +22,8 @@ def check_caches(
 ) -> None:
     """Raise ValueError unless the caches fit each other, those sizes, and the dtype and device of `like`."""
     num_blocks, _, block_size, _ = v_cache_NKPD.shape
-    _check_shape("k_cache", k_cache_NKDP, (num_blocks, num_kv_heads, head_size, block_size))
-    _check_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
+    check_shape("k_cache", k_cache_NKDP, (num_blocks, num_kv_heads, head_size, block_size))
+    check_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
     if like.dtype not in DTYPES:
         raise ValueError(f"attention is in float32, float16 or bfloat16, not {like.dtype}")
     for name, cache in (("k_cache", k_cache_NKDP), ("v_cache", v_cache_NKPD)):
@@ -50,7 +59,7 @@ def check_heads(name: str, x_THD: Tensor, like: Tensor) -> None:
 
 
 def check_index(name: str, index: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    _check_shape(name, index, shape)
+    check_shape(name, index, shape)
     if index.dtype is not dtype or index.device != device:
         raise ValueError(f"{name} is {index.dtype} on {index.device}, expected {dtype} on {device}")
 
@@ -60,12 +69,14 @@ def check_per_head(name: str, values_H: Tensor | None, q_THD: Tensor) -> None:
         check_index(name, values_H, (q_THD.shape[1],), torch.float32, q_THD.device)
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+def dense_heads(x_THD: Tensor) -> Tensor:
+    """Return x, or a copy, in which the heads of each token lie side by side, whatever lies between the tokens."""
+    _, num_heads, head_size = x_THD.shape
+    _, head_stride, stride = x_THD.stride()
+    is_dense = stride == 1 and (head_stride == head_size or num_heads == 1)
+    return x_THD if is_dense else x_THD.contiguous()
 
 
-def triton_type(dtype: torch.dtype) -> str:
-    """Return Triton's name of a dtype."""
-    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FLOAT8: "fp8e4nv"}
-    return names[dtype]
+def dense_rows(x_RV: Tensor) -> Tensor:
+    """Return x, or a copy, in which the elements of a row lie side by side."""
+    return x_RV if x_RV.stride(1) == 1 else x_RV.contiguous()

@@ -1,30 +1,34 @@
 """Compile every kernel ahead of time, as it is shipped, for GPUs that need not be there.
 
-    python -m kernels.triton.compile [--jobs N]
+    python -m kernels.triton.compile [--jobs N] [--complete]
 
 prints what each takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's and
-registers on AMD's. The exit status is 1 if any spills or does not fit. What was compiled is kept, in TRITON_CACHE_DIR
-or else in the user's cache, so that the next run takes seconds.
+registers on AMD's. The exit status is 1 if any spills or does not fit. What was found is kept, in TRITON_CACHE_DIR or
+else in the user's cache, so that the next run takes seconds.
+
+Each dtype, each head size, each form of weights and each option is in at least one configuration. `--complete` has
+attention in every combination of them, and takes a quarter of an hour. What else is launched is compiled as it is
+launched, with the same tiles: head sizes in between (padded to the same powers of two), other hidden sizes, blocks of
+other than 16 tokens.
 """
 
 import argparse
 import hashlib
+import io
 import json
 import multiprocessing
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
 from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from kernels.triton import activations, attention, drawing, groupwise, kv, norms, sampling
@@ -59,17 +63,17 @@ class Usage:
     spills: int  # bytes stored and loaded on NVIDIA's GPUs, registers on AMD's
 
 
-def configurations() -> Iterator[Configuration]:
+def configurations(is_complete: bool = False) -> Iterator[Configuration]:
     """Yield all kernels of this backend, as they are shipped."""
     for module in MODULES:
-        yield from module.configurations()
+        yield from attention.configurations(is_complete) if module is attention else module.configurations()
 
 
-def shipped() -> list[tuple[Configuration, str]]:
+def shipped(is_complete: bool = False) -> list[tuple[Configuration, str]]:
     """Return each kernel with each target that it is for."""
     return [
         (configuration, name)
-        for configuration in configurations()
+        for configuration in configurations(is_complete)
         for name, target in TARGETS.items()
         if target.has_float8 or "*fp8e4nv" not in configuration.signature.values()
     ]
@@ -82,11 +86,26 @@ def cache_directory() -> Path:
 
 
 def compile_configuration(configuration: Configuration, target: Target) -> Usage:
-    """Compile, or load from the cache, and return what it takes."""
+    """Compile it and return what it takes, or what it was found to take before."""
+    source = _source(configuration)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
-    compiled = triton.compile(_source(configuration), target=target.gpu, options=options)
-    measure = _usage_on_nvidia if target.gpu.backend == "cuda" else _usage_on_amd
-    return measure(compiled, target)
+    kept = cache_directory() / "usage" / f"{_digest(source, target, options)}.json"
+    if kept.exists():
+        return Usage(**json.loads(kept.read_text()))
+    # Compiled even if Triton's own cache has it: ptxas tells only while it runs.
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
+        triton.knobs.compilation.always_compile = True
+        triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=target.gpu, options=options)
+    if target.gpu.backend == "cuda":
+        usage = _usage_on_nvidia(log.getvalue(), compiled.metadata.shared)
+    else:
+        usage = _usage_on_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(asdict(usage)))
+    partial.replace(kept)
+    return usage
 
 
 def misfits(usages: dict[tuple[str, str], Usage]) -> list[str]:
@@ -113,30 +132,36 @@ def table(usages: dict[tuple[str, str], Usage]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
-    jobs = parser.parse_args(arguments).jobs
+    parser.add_argument("--complete", action="store_true", help="attention in every combination of its forms")
+    options = parser.parse_args(arguments)
     if triton.knobs.runtime.interpret:
         parser.error("with TRITON_INTERPRET=1 kernels are interpreted, not compiled: unset it")
-    usages = _compile_all(jobs)
+    usages = _compile_all(options.jobs, options.complete)
     print(table(usages))
     wrong = misfits(usages)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def _compile_all(jobs: int) -> dict[tuple[str, str], Usage]:
-    keys = [(configuration.name, target) for configuration, target in shipped()]
+def _compile_all(jobs: int, is_complete: bool) -> dict[tuple[str, str], Usage]:
+    keys = [(configuration.name, target) for configuration, target in shipped(is_complete)]
     # Spawned, not forked: threads of torch and Numba would not live on in a fork.
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(_compile_numbered, number) for number in range(len(keys))]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare_process) as pool:
+        futures = [pool.submit(_compile_numbered, number, is_complete) for number in range(len(keys))]
         for future in tqdm(as_completed(futures), total=len(futures), desc="Compiling", unit="kernel"):
             future.result()  # a kernel that does not compile ends all of it here
         return {key: future.result() for key, future in zip(keys, futures, strict=True)}
 
 
-def _compile_numbered(number: int) -> Usage:
-    """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
+def _prepare_process() -> None:
     triton.knobs.cache.dir = str(cache_directory())
-    configuration, target = shipped()[number]
+    for configuration in configurations():
+        _ = configuration.kernel.cache_key  # Triton makes a key of those made before it: so all in the same order
+
+
+def _compile_numbered(number: int, is_complete: bool) -> Usage:
+    """Compile in a process of the pool; kernels cannot be sent to one, their numbers can."""
+    configuration, target = shipped(is_complete)[number]
     return compile_configuration(configuration, TARGETS[target])
 
 
@@ -152,38 +177,22 @@ def _source(configuration: Configuration) -> ASTSource:
     )
 
 
-def _usage_on_nvidia(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
-    """Return what `ptxas -v` says of the kernel's PTX; kept beside the kernels, since it takes as long as they do."""
-    ptx: str = compiled.asm["ptx"]
-    kept = cache_directory() / "usage" / f"{hashlib.sha256(ptx.encode()).hexdigest()}.json"
-    if kept.exists():
-        return Usage(**json.loads(kept.read_text()))
-    log = _ptxas_log(ptx, target)
+def _digest(source: ASTSource, target: Target, options: dict[str, int]) -> str:
+    """Return a name for what is compiled: the kernel with all that it calls, its types and constants, for what, how."""
+    parts = (source.hash(), target.gpu, options, triton.__version__)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _usage_on_nvidia(log: str, shared_bytes: int) -> Usage:
+    """Return what `ptxas -v` said when Triton ran it."""
     spills = sum(_number(rf"(\d+) bytes spill {kind}", log) for kind in ("stores", "loads"))
-    usage = Usage(_number(r"Used (\d+) registers", log), compiled.metadata.shared, spills)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    partial = kept.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(asdict(usage)))
-    partial.replace(kept)
-    return usage
+    return Usage(_number(r"Used (\d+) registers", log), shared_bytes, spills)
 
 
-def _ptxas_log(ptx: str, target: Target) -> str:
-    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert architecture is not None, "PTX names its target"
-    with tempfile.TemporaryDirectory() as directory:
-        source = Path(directory) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [get_ptxas(target.gpu.arch).path, "-v", f"--gpu-name={architecture[1]}", str(source)]
-        command += ["-o", str(source.with_suffix(".cubin"))]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stderr
-
-
-def _usage_on_amd(compiled: triton.compiler.CompiledKernel, target: Target) -> Usage:
-    """Return what the metadata at the end of the kernel's assembly say."""
-    assembly: str = compiled.asm["amdgcn"]
+def _usage_on_amd(assembly: str, shared_bytes: int) -> Usage:
+    """Return what the metadata at the end of a kernel's assembly say."""
     spills = sum(_number(rf"\.{kind}_spill_count:\s+(\d+)", assembly) for kind in ("vgpr", "sgpr"))
-    return Usage(_number(r"\.vgpr_count:\s+(\d+)", assembly), compiled.metadata.shared, spills)
+    return Usage(_number(r"\.vgpr_count:\s+(\d+)", assembly), shared_bytes, spills)
 
 
 def _number(pattern: str, text: str) -> int:

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from kernels.triton.checks import DTYPES, FLOAT8
+
+SHIPPED_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(torch.float16, FLOAT8), (torch.bfloat16, FLOAT8)]  # of caches
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
@@ -16,3 +22,9 @@ class Configuration:
     num_warps: int
     num_stages: int
     name: str  # unique, for a person
+
+
+def triton_type(dtype: torch.dtype) -> str:
+    """Return Triton's name of a dtype."""
+    names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", FLOAT8: "fp8e4nv"}
+    return names[dtype]

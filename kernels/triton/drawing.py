@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.arguments import dense_rows, require_dtype, require_shape
+from kernels.triton.checks import check_dtype, check_shape, dense_rows
 from kernels.triton.configuration import Configuration
 
 ROW_BLOCK, NUM_WARPS = 4096, 16  # tokens of a row at a time
@@ -163,11 +163,11 @@ def _largest(probs_ptr, vocab_size, BLOCK: tl.constexpr):
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
     """See `kernels.backend`."""
     num_rows, vocab_size = probs_RV.shape
-    require_dtype("probabilities", probs_RV, torch.float32)
+    check_dtype("probabilities", probs_RV, torch.float32)
     limits = {"top_k": top_k_R, "top_p": top_p_R, "min_p": min_p_R, "uniform": uniform_R}
     for name, values_R in limits.items():
-        require_shape(name, values_R, (num_rows,))
-        require_dtype(name, values_R, torch.int64 if name == "top_k" else torch.float64)
+        check_shape(name, values_R, (num_rows,))
+        check_dtype(name, values_R, torch.int64 if name == "top_k" else torch.float64)
     probs_RV = dense_rows(probs_RV)
     token_ids_R = torch.empty(num_rows, dtype=torch.int64, device=probs_RV.device)
     if num_rows:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import SHIPPED_DTYPES, check_caches, check_heads, check_index, triton_type
-from kernels.triton.configuration import Configuration
+from kernels.triton.checks import check_caches, check_heads, check_index
+from kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
 
 ELEMENTS = 512  # of a program
 WARPS = 4

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.arguments import dense_heads, require_dtype, require_shape
+from kernels.triton.checks import check_dtype, check_shape, dense_heads
 from kernels.triton.configuration import Configuration
 
 ELEMENTS = 2048  # at least as many for a program, so that short rows (a head) share one
@@ -66,8 +66,8 @@ def add_rms_norm_kernel(
 def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See `kernels.backend`."""
     size = x_TE.shape[-1]
-    require_shape("weight", weight_E, (size,))
-    require_dtype("weight", weight_E, x_TE.dtype)
+    check_shape("weight", weight_E, (size,))
+    check_dtype("weight", weight_E, x_TE.dtype)
     x_TE = dense_heads(x_TE) if x_TE.ndim == 3 else x_TE.contiguous()
     rows_per_token, token_stride = (x_TE.shape[1], x_TE.stride(0)) if x_TE.ndim == 3 else (1, size)
     out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype, device=x_TE.device)
@@ -85,10 +85,10 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """See `kernels.backend`."""
     num_rows, size = x_TE.shape
-    require_shape("weight", weight_E, (size,))
-    require_shape("residual", residual_TE, (num_rows, size))
-    require_dtype("weight", weight_E, x_TE.dtype)
-    require_dtype("residual", residual_TE, torch.float32)
+    check_shape("weight", weight_E, (size,))
+    check_shape("residual", residual_TE, (num_rows, size))
+    check_dtype("weight", weight_E, x_TE.dtype)
+    check_dtype("residual", residual_TE, torch.float32)
     if not residual_TE.is_contiguous():
         raise ValueError(f"the residual of shape {(num_rows, size)} is not contiguous")
     x_TE = x_TE.contiguous()

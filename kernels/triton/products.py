@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from kernels.groupwise import GroupwiseWeight
 from kernels.triton import groupwise
-from kernels.triton.arguments import require_dtype
+from kernels.triton.checks import check_dtype
 from kernels.triton.groupwise import GroupwiseLinear
 
 
@@ -49,7 +49,7 @@ def linear(x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.
 
 def embedding(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`."""
-    require_dtype("token_ids", token_ids_T, torch.int64)
+    check_dtype("token_ids", token_ids_T, torch.int64)
     return groupwise.rows(token_ids_T, layer, dtype)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import philox
-from kernels.triton.arguments import dense_rows, require_dtype, require_shape
+from kernels.triton.checks import check_dtype, check_shape, dense_rows
 from kernels.triton.configuration import Configuration
 
 PART = 4096  # tokens: a row of 128 thousand is 32 programs, so that one row alone keeps a device busy
@@ -148,8 +148,8 @@ def uniform_kernel(out_ptr, seed_ptr, position_ptr, purpose, num_rows, BLOCK: tl
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     """See `kernels.backend`."""
     num_rows, vocab_size = logits_RV.shape
-    require_dtype("logits", logits_RV, torch.float32)
-    require_shape("temperature", temperature_R, (num_rows,))
+    check_dtype("logits", logits_RV, torch.float32)
+    check_shape("temperature", temperature_R, (num_rows,))
     logits_RV, temperature_R = dense_rows(logits_RV), temperature_R.float().contiguous()
     probs_RV = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits_RV.device)
     if num_rows == 0:
@@ -167,8 +167,8 @@ def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
 def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.backend`. Ranks compare logits, which no subtraction has rounded to equals."""
     num_rows, vocab_size = logits_RV.shape
-    require_dtype("logits", logits_RV, torch.float32)
-    require_shape("token_ids", token_ids_R, (num_rows,))
+    check_dtype("logits", logits_RV, torch.float32)
+    check_shape("token_ids", token_ids_R, (num_rows,))
     logits_RV, token_ids_R = dense_rows(logits_RV), token_ids_R.contiguous()
     logprobs_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)
     ranks_R = torch.empty(num_rows, dtype=torch.int32, device=logits_RV.device)
@@ -190,9 +190,9 @@ def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Ten
 def uniform(seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
     """See `kernels.backend`."""
     num_rows = len(seed_R)
-    require_shape("position", position_R, (num_rows,))
-    require_dtype("seed", seed_R, torch.int64)
-    require_dtype("position", position_R, torch.int64)
+    check_shape("position", position_R, (num_rows,))
+    check_dtype("seed", seed_R, torch.int64)
+    check_dtype("position", position_R, torch.int64)
     out_R = torch.empty(num_rows, dtype=torch.float64, device=seed_R.device)
     if num_rows:
         uniform_kernel[(triton.cdiv(num_rows, UNIFORM_BLOCK),)](

@@ -1,5 +1,9 @@
 """The script that checks kernels on a GPU, with the reference's kernels in the place of Triton's."""
 
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +12,8 @@ import torch
 from bench.gpu_check import Row, format_row, largest_error, main, make_bench, report, rows
 from bench.timing import Roofline
 from kernels import reference
+
+ROOT = Path(__file__).parents[2]
 
 
 def broken(**functions):
@@ -24,6 +30,16 @@ def test_right_kernels_pass_every_check(monkeypatch, capsys):
     functions -= {"rotary_embedding", "DenseLinear", "Tensor", "GroupwiseWeight", "functional", "philox", "torch"}
     for kernel in functions | {"decode attention", "prefill attention", "model, graph"}:
         assert f"| {kernel} |" in table, kernel
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
+def test_interpreted_kernels_pass_every_check():
+    command = [sys.executable, "-m", "bench.gpu_check", "--interpret"]
+    finished = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+    )
+    assert finished.returncode == 0, finished.stdout
+    assert " checks, 0 failed" in finished.stdout
 
 
 def test_a_wrong_kernel_and_one_that_raises_fail_and_are_named(capsys):

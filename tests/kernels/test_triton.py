@@ -1,8 +1,11 @@
 """The Triton kernels, each way in processes of its own: interpreted, a process cannot compile what it interprets."""
 
+import faulthandler
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,9 +17,13 @@ if find_spec("triton") is None:
 from kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, shipped, table
 
 ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 550.0  # on a busy machine; each way takes one to two minutes on two quiet cores
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+Finished = subprocess.CompletedProcess[str]
+
+
+def run(*arguments: str, **environment: str) -> Finished:
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
         [sys.executable, "-m", *arguments],
@@ -25,17 +32,34 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=TIMEOUT_S,
     )
 
 
-def test_interpreted_kernels_equal_the_reference() -> None:
-    finished = run("pytest", "tests/kernels/triton", "-q", "-p", "no:cacheprovider", TRITON_INTERPRET="1")
+@pytest.fixture(scope="module")
+def both_ways() -> Iterator[dict[str, Future[Finished]]]:
+    """The two long ways at the same time: neither has work for two processors all along."""
+    interpreted = ("pytest", "tests/kernels/triton", "-q", "-p", "no:cacheprovider")
+    with ThreadPoolExecutor() as pool:
+        yield {
+            "compiled": pool.submit(run, "kernels.triton.compile", "--jobs", "2"),
+            "interpreted": pool.submit(run, *interpreted, TRITON_INTERPRET="1"),
+        }
+
+
+def result(future: Future[Finished]) -> Finished:
+    """Wait, with the time limit of `run` in the place of that for one test, which is less."""
+    faulthandler.cancel_dump_traceback_later()
+    return future.result()
+
+
+def test_interpreted_kernels_equal_the_reference(both_ways: dict[str, Future[Finished]]) -> None:
+    finished = result(both_ways["interpreted"])
     assert finished.returncode == 0, finished.stdout
 
 
-def test_every_kernel_compiles_for_every_target_without_a_spill() -> None:
-    finished = run("kernels.triton.compile", "--jobs", "2")
+def test_every_kernel_compiles_for_every_target_without_a_spill(both_ways: dict[str, Future[Finished]]) -> None:
+    finished = result(both_ways["compiled"])
     assert finished.returncode == 0, finished.stdout
     rows = [line for line in finished.stdout.splitlines() if line.endswith(" 0")]
     assert len(rows) == len(shipped()) > 3 * len(list(configurations()))
