@@ -16,7 +16,7 @@ from executor.models.borrowed import attention
 from executor.models.borrowed.attention import UnsupportedModelError
 from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
-from executor.models.borrowed.notices import quiet
+from executor.models.borrowed.notices import quiet, silence_padding_notice
 from executor.models.borrowed.rotary import make_rotary_static
 from executor.shards import Shard
 from executor.weights import DummyWeights, checkpoint_files, listed
@@ -55,6 +55,7 @@ def load_borrowed(
     else:
         causal_model = _read(directory, config, dtype, device, progress)
     make_rotary_static(causal_model, max_model_len)
+    silence_padding_notice(causal_model)
     num_products = sum(is_product(module) for module in causal_model.modules())
     disable = None if progress is None else not progress
     with tqdm(total=num_products, desc="packing weights", unit="layer", disable=disable) as bar:
