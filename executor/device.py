@@ -48,6 +48,9 @@ class Device(Protocol):
     def capture(self, run: Callable[[], None]) -> Captured:
         """Record what `run` has the device do. It has run before, so that nothing is left to be compiled."""
 
+    def waits(self, run: Callable[[], object]) -> bool:
+        """Do `run` and return whether it waits for the device on its way, which cannot be recorded; it ends there."""
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """Return the device memory that `run` takes for a while; 0 where the host's memory is not measured."""
 
@@ -82,6 +85,10 @@ class CpuDevice:
 
     def capture(self, run: Callable[[], None]) -> Captured:
         return Captured(run)  # a CPU has nothing to gain from a recording
+
+    def waits(self, run: Callable[[], object]) -> bool:
+        run()
+        return False
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         return 0
@@ -127,6 +134,19 @@ class CudaDevice:
         with torch.cuda.graph(graph, pool=self._graph_pool):
             run()
         return Captured(graph.replay)
+
+    def waits(self, run: Callable[[], object]) -> bool:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            run()
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return False
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         torch.cuda.synchronize(self.torch_device)

@@ -65,6 +65,12 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._sizes) * len(self._widths)
 
+    @torch.inference_mode()
+    def can_be_recorded(self) -> bool:
+        """Do a step of padding and return whether a model's code leaves it all to the device."""
+        inputs = self._padded_inputs(self._sizes[0], self._widths[0])
+        return not self._device.waits(lambda: self._run(inputs))
+
     def capture(self) -> Iterator[Key]:
         """Record every graph, yielding each one's size and width; the largest first, whose memory the others share."""
         for size in reversed(self._sizes):
@@ -96,7 +102,7 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def _capture(self, size: int, width: int) -> None:
-        inputs = StepInputs(*self._device.upload(_padding(size, width), self._memory))
+        inputs = self._padded_inputs(size, width)
         hidden_SE = self._run(inputs)  # compiles what is to be compiled; a graph cannot record that
         if not self._graphs:
             self._hidden_SE = torch.empty_like(hidden_SE)
@@ -105,6 +111,9 @@ class DecodeGraphs:
             self._hidden_SE[:size].copy_(self._run(inputs))
 
         self._graphs[size, width] = inputs, self._device.capture(step)
+
+    def _padded_inputs(self, size: int, width: int) -> StepInputs:
+        return StepInputs(*self._device.upload(_padding(size, width), self._memory))
 
 
 def _padding(size: int, width: int) -> StepArrays:

@@ -85,6 +85,7 @@ class Flight(NamedTuple):
     step: Step
     launched_s: float
     waited_s: float  # how long there was nothing to do before it
+    launch_s: float  # how long the launch took of a device that computes later
 
 
 class Server:
@@ -191,6 +192,7 @@ class Server:
         try:
             self._relay.send(step)
             launched = self._runner.launch(step)
+            launch_s = self._clock() - launched_s if self._runner.device.is_lazy else 0.0
         except Exception as error:
             if previous is not None:
                 self._finish(previous)
@@ -204,7 +206,7 @@ class Server:
             return
         self._next_step_id = step.step_id + 1
         waited_s = 0.0 if previous is not None else launched_s - self._last_end_s
-        flight = Flight(launched, step, launched_s, waited_s)
+        flight = Flight(launched, step, launched_s, waited_s, launch_s)
         if launched.is_done():
             self._finish(flight)
         else:
@@ -220,7 +222,8 @@ class Server:
         started_s = max(flight.launched_s, self._last_end_s)  # a device does one step after the other
         self._end_step()
         busy_s = self._last_end_s - started_s
-        frame = encode(msgspec.structs.replace(result, busy_s=busy_s, waited_s=flight.waited_s))
+        times = {"busy_s": busy_s, "waited_s": flight.waited_s, "launch_s": flight.launch_s}
+        frame = encode(msgspec.structs.replace(result, **times))
         self._results[result.step_id] = frame
         if len(self._results) > NUM_KEPT_RESULTS:
             self._results.popitem(last=False)

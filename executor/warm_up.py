@@ -43,13 +43,19 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
 
 
 def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -> None:
-    """Record the runner's decode steps, with a bar if it is a terminal; this compiles what is left to be compiled."""
+    """Record the runner's decode steps, with a bar if it is a terminal; this compiles what is left to be compiled.
+
+    A model whose code (of transformers, or a checkpoint's own) asks for values on the way goes without.
+    """
     widths = table_widths(max_model_len, runner.block_size)
 
     def run(inputs: StepInputs) -> Tensor:
         return runner.model.forward(inputs, runner.kv_caches)
 
     graphs = DecodeGraphs(run, runner.device, batch_sizes(max_num_seqs), widths)
+    if not graphs.can_be_recorded():
+        logger.warning("no CUDA graphs: this model's code waits for the device in each step; it is launched as it is")
+        return
     with tqdm(graphs.capture(), "CUDA graphs", len(graphs), unit=" graphs", disable=None, leave=False) as captured:
         for num_seqs, table_blocks in captured:
             captured.set_postfix_str(f"{num_seqs} sequences of {table_blocks} blocks")

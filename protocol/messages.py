@@ -271,6 +271,7 @@ class StepResult(Message, frozen=True):
     completed_copies: list[int] = []  # indexes into Step.copies
     busy_s: float = 0.0  # the executor's own time for this step
     waited_s: float = 0.0  # how long it had nothing to do before it
+    launch_s: float = 0.0  # how long it took to hand it to a device that computes later; it needs the step that early
 
 
 class StepFailed(Message, frozen=True):

@@ -233,6 +233,7 @@ class Server:
             scheduler.apply(answered)
             self._oldest_started_s = now_s
             self._predictor.observe_step(step.size, answered.busy_s)
+            self._predictor.observe_launch(answered.launch_s)
             if step.is_ahead:
                 self._predictor.observe_wait(step.size, answered.waited_s)
             for meter in (self._stats_meter, self._log_meter):

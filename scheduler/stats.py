@@ -36,7 +36,8 @@ def step_size(sequences: Sequence[SequenceStep], *, follows_idleness: bool) -> S
 class StepPredictor:
     """When the next plan is due: as late as the executor does not notice.
 
-    Keeps for each kind of step a running mean and mean deviation of the executor's time, and how long planning takes.
+    Keeps for each kind of step a running mean and mean deviation of the executor's time, and how long planning takes,
+    and launching on a device that computes later: it stands still if that begins when it has nothing left to do.
     What that leaves out (messages on their way, a busy machine) is in a margin, which grows whenever the executor had
     to wait for a step that was planned ahead, and shrinks slowly when it had not.
     """
@@ -44,12 +45,16 @@ class StepPredictor:
     def __init__(self) -> None:
         self._steps: dict[tuple[bool, int, int], tuple[float, float]] = {}
         self._planning_s = 0.0
+        self._launch_s = 0.0
         self._margin_s = LEAST_MARGIN_S
 
     def observe_step(self, size: StepSize, busy_s: float) -> None:
         mean_s, deviation_s = self._steps.get(size.kind, (busy_s, busy_s / 2))
         deviation_s += SMOOTHING * (abs(busy_s - mean_s) - deviation_s)
         self._steps[size.kind] = (mean_s + SMOOTHING * (busy_s - mean_s), deviation_s)
+
+    def observe_launch(self, seconds: float) -> None:
+        self._launch_s += SMOOTHING * (seconds - self._launch_s)
 
     def observe_planning(self, seconds: float) -> None:
         self._planning_s += SMOOTHING * (seconds - self._planning_s)
@@ -64,7 +69,7 @@ class StepPredictor:
     def plan_after_s(self, size: StepSize) -> float:
         """Return how long after the start of a step the next should be planned; 0 if steps like it are unknown."""
         mean_s, deviation_s = self._steps.get(size.kind, (0.0, 0.0))
-        return max(0.0, mean_s - 2 * deviation_s - 2 * self._planning_s - self._margin_s)
+        return max(0.0, mean_s - 2 * deviation_s - 2 * (self._planning_s + self._launch_s) - self._margin_s)
 
 
 @dataclass(slots=True)

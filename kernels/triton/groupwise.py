@@ -46,6 +46,9 @@ class Tile:
 
 SKINNY = Tile(rows=16, outputs=64, max_inputs=128, num_warps=4, num_stages=4)  # the fewest rows for tensor cores
 LARGE = Tile(rows=64, outputs=128, max_inputs=64, num_warps=4, num_stages=3)
+# float32 goes without tensor cores, on which it would lose bits: its products are made in registers.
+SKINNY_FLOAT32 = Tile(rows=16, outputs=32, max_inputs=32, num_warps=4, num_stages=2)
+LARGE_FLOAT32 = Tile(rows=32, outputs=32, max_inputs=32, num_warps=4, num_stages=2)
 
 
 @triton.jit
@@ -244,21 +247,35 @@ def rows(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Ten
     return out_TK
 
 
-def split_inputs(num_outputs: int, num_blocks: int) -> tuple[int, int]:
+def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
+    """Return the tile for so many rows of activations, whose registers do not spill."""
+    is_skinny = num_rows <= SKINNY.rows
+    if dtype is torch.float32:
+        return SKINNY_FLOAT32 if is_skinny else LARGE_FLOAT32
+    return SKINNY if is_skinny else LARGE
+
+
+def split_inputs(num_outputs: int, num_blocks: int, tile: Tile = SKINNY) -> tuple[int, int]:
     """Return into how many parts few rows' products are split, and the blocks of inputs of each but the last.
 
     A function of the weight's shape alone, so that a row's sums have one order.
     """
-    wanted = triton.cdiv(TARGET_PROGRAMS, triton.cdiv(num_outputs, SKINNY.outputs))
+    wanted = triton.cdiv(TARGET_PROGRAMS, triton.cdiv(num_outputs, tile.outputs))
     blocks_per_split = max(LEAST_BLOCKS, triton.cdiv(num_blocks, wanted))
     return triton.cdiv(num_blocks, blocks_per_split), blocks_per_split
 
 
 def configurations() -> Iterator[Configuration]:
     """Yield AWQ's and GPTQ's form (groups of 128), GGUF's Q4_1 and Q4_K (32, offsets) and Q8_0 (32, 8 bits)."""
-    forms = (("fp16", 4, 128, True), ("bf16", 4, 128, True), ("bf16", 4, 32, True), ("bf16", 8, 32, False))
+    forms = (
+        ("fp16", 4, 128, True),
+        ("bf16", 4, 128, True),
+        ("bf16", 4, 32, True),
+        ("bf16", 8, 32, False),
+        ("fp32", 4, 32, True),
+    )
     for dtype, bits, group_size, has_offsets in forms:
-        for tile in (SKINNY, LARGE):
+        for tile in (SKINNY_FLOAT32, LARGE_FLOAT32) if dtype == "fp32" else (SKINNY, LARGE):
             yield _linear_configuration(dtype, bits, group_size, has_offsets, tile)
     sizes = {"num_rows": "i32", "num_outputs": "i32:16", "num_splits": "i32"}
     yield Configuration(
@@ -282,14 +299,15 @@ def configurations() -> Iterator[Configuration]:
 
 def _linear_configuration(dtype: str, bits: int, group_size: int, has_offsets: bool, tile: Tile) -> Configuration:
     pointers = {"x_ptr": f"*{dtype}", "words_ptr": "*i32", "scales_ptr": "*fp16"}
-    pointers |= {"out_ptr": "*fp32" if tile == SKINNY else f"*{dtype}"}
+    is_skinny = tile in (SKINNY, SKINNY_FLOAT32)
+    pointers |= {"out_ptr": "*fp32" if is_skinny else f"*{dtype}"}
     pointers |= {"offsets_ptr": "*fp32"} if has_offsets else {}
     sizes = {"num_rows": "i32", "num_outputs": "i32:16", "num_inputs": "i32:16", "row_stride": "i32:16"}
     absent: dict[str, object] = {"bias_ptr": None}
     if not has_offsets:
         absent["offsets_ptr"] = None
     return Configuration(
-        name=f"groupwise_linear {dtype} {bits}-bit/{group_size} {'skinny' if tile == SKINNY else 'tiled'}",
+        name=f"groupwise_linear {dtype} {bits}-bit/{group_size} {'skinny' if is_skinny else 'tiled'}",
         kernel=groupwise_linear_kernel,
         signature=pointers | sizes | {"blocks_per_split": "i32"},
         constexprs=absent | _constexprs(bits, group_size, has_offsets, False, tile),
@@ -317,9 +335,10 @@ def _block_of_inputs(group_size: int, tile: Tile) -> int:
 
 def _groupwise_linear(x_MK: Tensor, layer: GroupwiseLinear, out_MN: Tensor) -> None:
     num_rows, num_outputs = out_MN.shape
-    tile = SKINNY if num_rows <= SKINNY.rows else LARGE
+    tile = choose_tile(num_rows, x_MK.dtype)
     num_blocks = layer.num_inputs // _block_of_inputs(layer.group_size, tile)
-    num_splits, blocks_per_split = split_inputs(num_outputs, num_blocks) if tile is SKINNY else (1, num_blocks)
+    is_split = num_rows <= SKINNY.rows
+    num_splits, blocks_per_split = split_inputs(num_outputs, num_blocks, tile) if is_split else (1, num_blocks)
     parts_SMN, bias_N = out_MN, layer.bias_N
     if num_splits > 1:
         parts_SMN = torch.empty(num_splits, num_rows, num_outputs, dtype=torch.float32, device=x_MK.device)

@@ -411,3 +411,27 @@ def test_the_time_of_a_step_launched_ahead_begins_with_the_end_of_the_last(lazy)
     lazy.server.turn()
     first, second = lazy.answers()
     assert (first.busy_s, second.busy_s, second.waited_s) == (0.25, 0.125, 0.0)
+
+
+@pytest.mark.parametrize(("device", "launch_s"), [(LazyDevice(), 0.25), (None, 0.0)])
+def test_the_time_of_a_launch_is_told_where_the_device_computes_later(context, device, launch_s):
+    """The scheduler must plan that much earlier; a CPU has done the step by then."""
+
+    class Slow(CacheModel):
+        def forward(self, inputs, kv_caches):
+            link.clock.now_s += 0.25
+            return super().forward(inputs, kv_caches)
+
+    link = Link(context, Slow(), device)
+    link.ready()
+    link.welcome()
+    [one] = decode_steps(1, 1)
+    link.scheduler.send(one)
+    assert link.socket.poll(5000)
+    link.server.turn()
+    if device is not None:
+        device.num_done = 1
+        link.server.turn()
+    [result] = link.answers()
+    assert (result.launch_s, result.busy_s) == (launch_s, 0.25)
+    link.close()

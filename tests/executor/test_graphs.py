@@ -8,6 +8,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import load_model, read_model_config
 from executor.packing import StepArrays, pack, pad
 from executor.runner import ModelRunner
+from executor.warm_up import capture_graphs
 from kernels import cpu
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.checkpoints import make_checkpoint
@@ -97,6 +98,19 @@ def test_what_has_no_recording_is_launched_as_it_is():
     assert device.num_replays == 1
     driver.do(driver.share(5, []))  # ten tokens are three blocks
     assert device.num_replays == 1
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_model_that_asks_for_values_is_not_recorded(looks, caplog):
+    class Looking(CacheModel):
+        def forward(self, inputs, kv_caches):
+            hidden_TE = inputs.positions_T[:, None].float()
+            return hidden_TE[hidden_TE[:, 0] >= 0] if looks else hidden_TE
+
+    runner = make_runner(Looking(), device=LazyDevice())
+    capture_graphs(runner, max_num_seqs=2, max_model_len=8)
+    assert (runner.graphs is None) == looks
+    assert ("waits for the device" in caplog.text) == looks
 
 
 def test_padding_sees_block_0_and_is_stored_nowhere():

@@ -48,6 +48,13 @@ class Case:
 CASES = {
     "cohere2": Case("Cohere2ForCausalLM", SLIDING | {"logit_scale": 0.3}),
     "deepseek-v3": Case("DeepseekV3ForCausalLM", LATENT | ROUTED | {"first_k_dense_replace": 1}),
+    "deepseek-v3-yarn": Case(  # the factor of whose scores is not that of its heads' size
+        "DeepseekV3ForCausalLM",
+        LATENT
+        | ROUTED
+        | {"first_k_dense_replace": 1}
+        | rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0),
+    ),
     "ernie4.5": Case("Ernie4_5ForCausalLM", {"head_dim": 16}),
     "exaone4": Case("Exaone4ForCausalLM", SLIDING),
     "gemma": Case("GemmaForCausalLM", {"head_dim": 16}),

@@ -11,6 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.device import Captured, stage, views
 
 
+class LookedError(AssertionError):
+    """Something asked for a value that a device that computes later does not have yet."""
+
+
 @dataclass
 class LazyDownload:
     number: int
@@ -66,16 +70,36 @@ class LazyDevice:
 
         return Captured(replay)
 
+    def waits(self, run: Callable[[], object]) -> bool:
+        try:
+            with NoLooks():
+                run()
+        except LookedError:
+            return True
+        return False
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         run()
         return self.peak
 
 
 class NoLooks(TorchDispatchMode):
-    """While it is entered, an operation of torch whose result the host must wait for is an error."""
+    """While it is entered, an operation of torch whose result the host must wait for is an error.
 
-    LOOKS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique")
+    Copies to the CPU are not seen: here they are none.
+    """
+
+    LOOKS = (
+        "_local_scalar_dense", "item", "nonzero", "is_nonzero", "masked_select", "equal", "allclose", "bincount",
+        "unique_consecutive", "unique_dim", "_unique", "_unique2",
+    )  # fmt: skip
+    INDEXINGS = ("index", "index_put", "index_put_", "_index_put_impl_")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        assert func.__name__.split(".")[0] not in self.LOOKS, f"{func} would wait for the device"
+        name, _, overload = func.__name__.partition(".")
+        is_look = name in self.LOOKS or (name == "repeat_interleave" and "Tensor" in overload)
+        if name in self.INDEXINGS:  # a mask is turned into indexes, whose number is a value
+            is_look = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+        if is_look:
+            raise LookedError(f"{func} would wait for the device")
         return func(*args, **(kwargs or {}))

@@ -35,6 +35,19 @@ def test_the_plan_comes_before_the_end_and_not_much():
     assert 0.49 < predictor.plan_after_s(PREFILL) < 0.498
 
 
+def test_the_plan_comes_before_the_launch_on_a_device_that_computes_later():
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe_step(DECODE, 0.1)
+    before_s = predictor.plan_after_s(DECODE)
+    for _ in range(100):
+        predictor.observe_launch(0.01)
+    assert predictor.plan_after_s(DECODE) == pytest.approx(before_s - 0.02)
+    for _ in range(100):
+        predictor.observe_launch(0.1)
+    assert predictor.plan_after_s(DECODE) == 0.0
+
+
 def test_the_plan_comes_earlier_when_times_vary():
     steady, varying = StepPredictor(), StepPredictor()
     for number in range(100):

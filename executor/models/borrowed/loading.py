@@ -17,7 +17,7 @@ from executor.models.borrowed import attention
 from executor.models.borrowed.attention import UnsupportedModelError
 from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
-from executor.models.borrowed.notices import quiet
+from executor.models.borrowed.notices import quiet, silence_padding_notice
 from executor.models.borrowed.quantized import find_packed, pack_stored, state_to_load
 from executor.models.borrowed.rotary import make_rotary_static
 from executor.progress import tqdm_disable
@@ -58,6 +58,7 @@ def load_borrowed(
     else:
         causal_model = _read(directory, config, dtype, backend, device, progress)
     make_rotary_static(causal_model, max_model_len)
+    silence_padding_notice(causal_model)
     num_products = sum(is_product(module) for module in causal_model.modules())
     with _bar("packing weights", num_products, progress) as bar:
         pack_products(causal_model, backend, rounded_bits=rounded_bits, progress=bar.update)

@@ -28,3 +28,14 @@ def quiet(progress: bool | None, title: str = "") -> Iterator[None]:
     finally:
         logging.set_verbosity(verbosity)
         logging.set_tqdm_hook(hook)
+
+
+def silence_padding_notice(model: Any) -> None:
+    """Keep modelling code from looking for padding among its token ids in every step, which waits for a GPU."""
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+            module.warn_if_padding_and_no_attention_mask = _say_nothing
+
+
+def _say_nothing(*_: object) -> None:
+    """Stand for a notice."""
