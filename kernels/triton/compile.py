@@ -7,7 +7,7 @@ registers on AMD's. The exit status is 1 if any spills or does not fit. What was
 else in the user's cache, so that the next run takes seconds.
 
 Each dtype, each head size, each form of weights and each option is in at least one configuration. `--complete` has
-attention in every combination of them, and takes a quarter of an hour. What else is launched is compiled as it is
+attention in every combination of them, which takes several times as long. What else is launched is compiled as it is
 launched, with the same tiles: head sizes in between (padded to the same powers of two), other hidden sizes, blocks of
 other than 16 tokens.
 """
