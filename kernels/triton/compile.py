@@ -6,10 +6,10 @@ prints what each takes of each GPU: registers of a thread, shared memory, and sp
 registers on AMD's. The exit status is 1 if any spills or does not fit. What was found is kept, in TRITON_CACHE_DIR or
 else in the user's cache, so that the next run takes seconds.
 
-Each dtype, each head size, each form of weights and each option is in at least one configuration. `--complete` has
-attention in every combination of them, and takes a quarter of an hour. What else is launched is compiled as it is
-launched, with the same tiles: head sizes in between (padded to the same powers of two), other hidden sizes, blocks of
-other than 16 tokens.
+What is compiled is what most models need. `--complete` adds attention in every combination of dtype, head size and
+changed scores, which takes several times as long. The rest is compiled when it is launched, with tiles chosen by the
+same rules, and not measured: head sizes in between (padded to the same powers of two), blocks of other than 16 tokens,
+norms of other sizes, products with a bias or with other groups, norms and products in float32.
 """
 
 import argparse
