@@ -1,6 +1,7 @@
 """The model asks for its weights: only the slices it needs, none missing, none left over."""
 
 import logging
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -9,7 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from executor.quantization.groups import form_of, pad_outputs, to_device
 from executor.quantization.packed import PACKED_PARTS, read_packed
 from executor.shards import Shard
 from kernels.groupwise import GroupwiseWeight, concatenate
+from protocol.safetensors_index import INDEX_FILE, indexed_files
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # a fused layer: the checkpoint's layers it is made of, in order
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # what old checkpoints store although it is computed
@@ -214,18 +214,10 @@ def source_names(name: str) -> list[str]:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the safetensors files that hold a directory's model. Raises ValueError if one of them is missing."""
     index = directory / INDEX_FILE
-    paths = [directory / name for name in (_indexed_files(index) if index.exists() else [SINGLE_FILE])]
+    paths = [directory / name for name in (indexed_files(index) if index.exists() else [SINGLE_FILE])]
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory} has no {', '.join(absent)}")
     return paths
-
-
-def _indexed_files(index: Path) -> list[str]:
-    try:
-        weight_map = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors: {error}") from None
-    return sorted(set(weight_map.values()))
 
 
 def _open(path: Path) -> Any:
@@ -281,13 +273,21 @@ def _read_plain(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return the parts of tensors that a parameter is made of, one after the other, then zeros."""
-    filled = torch.zeros(shape, dtype=dtype, device=device)
-    offset = 0
+    """Return the parts of tensors that a parameter is made of, one after the other, then zeros.
+
+    Memory is touched only once a tensor was found to have the shape that is asked for.
+    """
+    try:
+        filled = torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raise ValueError(f"{', '.join(names)}: {num_bytes} bytes of memory are not to be had on {device}") from error
+    offset, dim = 0, shards[0].dim
     for name, shard in zip(names, shards, strict=True):
         start, stop = shard.bounds
-        source.read(name, shard, filled.narrow(shard.dim, offset, stop - start))
+        source.read(name, shard, filled.narrow(dim, offset, stop - start))
         offset += stop - start
+    filled.narrow(dim, offset, shape[dim] - offset).zero_()
     return filled
 
 
