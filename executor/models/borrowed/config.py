@@ -25,7 +25,11 @@ AUTO_CLASS = "AutoModelForCausalLM"
 WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What modelling code raises where it is not made for what is asked of it here.
-FAILURES = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
+FAILURES = (
+    *(RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError),
+    ArithmeticError,  # divisions by a size of zero
+)
+MOST_LAYERS = 10_000  # more than any model: to look at them would take hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,9 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
         _refuse(architecture, "it is an encoder and a decoder")
     if config.get_text_config() is not config:
         _refuse(architecture, "it takes more than text")
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
+        _refuse(architecture, f"its configuration says {num_layers} layers, and {MOST_LAYERS} are the most")
     if (method := _quant_method(config)) not in (None, *WIDENED):
         _refuse(architecture, f"its quantization_config has quant_method {method!r}, which this tier does not read")
     if (config.dtype or torch.float32) not in DTYPES:

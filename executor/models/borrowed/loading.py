@@ -124,6 +124,7 @@ def _read(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told of below, by name
                 **widening,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
