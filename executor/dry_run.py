@@ -18,7 +18,7 @@ import torch
 from executor.dtypes import choose_dtype, has_bfloat16
 from executor.footprint import Footprint, WeightForm, native_footprints, read_transformers_model, weight_form
 from executor.memory import CPU_SHARE, usable_bytes
-from executor.models.config import ARCHITECTURES, read_model_config
+from executor.models.config import ARCHITECTURES, read_architecture, read_model_config
 from executor.startup import choose_max_model_len
 from kernels import ChosenBackend
 from protocol.config import Config
@@ -74,8 +74,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
     """Read config.json. Raises ValueError if the model cannot be served."""
     directory = Path(config.model)
     raw = _read_config(directory / "config.json")
-    form = weight_form(raw.get("quantization_config"), config.quantization)
-    if set(raw.get("architectures") or ()) & ARCHITECTURES.keys():
+    if read_architecture(directory) in ARCHITECTURES:
         model = read_model_config(directory)
         footprints = native_footprints(model, chosen.backend)
         max_model_len = choose_max_model_len(config.max_model_len, model)
@@ -85,6 +84,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
         footprints = {1: other.footprint}
         max_model_len = config.max_model_len or other.max_position_embeddings
         architecture, tier, checkpoint_dtype = other.architecture, "transformers' modelling code", other.dtype
+    form = weight_form(raw.get("quantization_config"), config.quantization)
     dtype, _ = choose_dtype(config.dtype, checkpoint_dtype, GPU, has_bfloat16=True)
     return Plan(architecture, tier, footprints, form, dtype, max_model_len)
 
@@ -92,7 +92,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

@@ -13,6 +13,7 @@ from executor.models import Decoder, ModelConfig, TensorParallel
 from executor.models.layers import ALONE, Layer, Linear, LMHead
 from kernels import Backend
 
+MOST_RANKS = 256  # for which a split is counted
 ROUNDED_GROUP_SIZE = 128  # inputs that share a scale where `--quantization` rounds
 SCALE_BITS, OFFSET_BITS = 16, 32  # of a group in a checkpoint; rounding makes offsets of 16
 
@@ -60,7 +61,7 @@ def native_footprint(config: ModelConfig, backend: Backend, parallel: TensorPara
 def native_footprints(config: ModelConfig, backend: Backend) -> dict[int, Footprint]:
     """Return what the first rank holds, for each number of ranks among which the model can be divided."""
     found = {}
-    for world_size in range(1, config.num_heads + 1):
+    for world_size in range(1, min(config.num_heads, MOST_RANKS) + 1):
         try:
             found[world_size] = native_footprint(config, backend, TensorParallel(0, world_size))
         except ValueError:
@@ -77,11 +78,15 @@ def weight_form(quantization_config: Mapping[str, Any] | None, requested: str = 
         bits, offset_bits = (8, 0) if requested == "int8" else (4, 16)
         return WeightForm(requested, bits + (SCALE_BITS + offset_bits) / ROUNDED_GROUP_SIZE)
     said = quantization_config or {}
+    if not isinstance(said, Mapping):
+        raise ValueError(f"quantization_config is no object but {said!r}")
     method = said.get("quant_method", "unnamed")
     match method:
         case "awq" | "gptq":
             bits = said.get("bits", said.get("w_bit", 4))
             group_size = said.get("group_size", said.get("q_group_size", 128))
+            if not (isinstance(bits, int) and isinstance(group_size, int)):
+                raise ValueError(f"quantization_config of {method} has bits {bits!r} and group_size {group_size!r}")
             has_offsets = said.get("zero_point", True) if method == "awq" else not said.get("sym", True)
             group_bits = SCALE_BITS + (OFFSET_BITS if has_offsets else 0)
             return WeightForm(f"{method} of {bits} bits", bits + (group_bits / group_size if group_size > 0 else 0))

@@ -190,7 +190,7 @@ def test_quantized_weights_are_those_of_products(tmp_path: Path) -> None:
     assert "products in awq of 4 bits (4.38 a weight" in report(
         Config(), plan, this_machine(Config(), plan, CPU.device)
     )
-    with pytest.raises(ValueError, match="'exotic', which is not known"):
+    with pytest.raises(ValueError, match="quant_method 'exotic' is not supported"):
         plan_of(tmp_path, LLAMA_3_8B | {"quantization_config": {"quant_method": "exotic"}})
 
 
@@ -221,3 +221,17 @@ def test_what_nobody_knows_is_refused(tmp_path: Path) -> None:
         make_plan(msgspec.structs.replace(Config(), model=str(tmp_path)), CPU)
     with pytest.raises(ValueError, match="transformers cannot build it"):
         plan_of(tmp_path, {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"quantization_config": 5}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": "x"}}, "group_size"),
+        ({"architectures": [["x"]]}, "architectures"),
+        ({"architectures": 5}, "architectures"),
+    ],
+)
+def test_what_has_the_wrong_type_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(tmp_path, LLAMA_3_8B | keys)
