@@ -6,7 +6,6 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -15,9 +14,9 @@ from executor.quantization.fp8 import read_fp8
 from executor.quantization.packed import PACKED_PARTS, read_packed
 from executor.shards import Shard
 from kernels.groupwise import GroupwiseWeight
+from protocol.safetensors_index import INDEX_FILE, indexed_files
 
 SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 # what old checkpoints store although it is computed
 SKIPPED = ("rotary_emb.inv_freq",)
 FP8 = "F8_E4M3"
@@ -150,18 +149,10 @@ class Checkpoint:
 def checkpoint_files(directory: Path) -> list[Path]:
     """Return the safetensors files that hold a directory's model. Raises ValueError if one of them is missing."""
     index = directory / INDEX_FILE
-    paths = [directory / name for name in (_indexed_files(index) if index.exists() else [SINGLE_FILE])]
+    paths = [directory / name for name in (indexed_files(index) if index.exists() else [SINGLE_FILE])]
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory} has no {', '.join(absent)}")
     return paths
-
-
-def _indexed_files(index: Path) -> list[str]:
-    try:
-        weight_map = msgspec.convert(msgspec.json.decode(index.read_bytes())["weight_map"], dict[str, str])
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors: {error}") from None
-    return sorted(set(weight_map.values()))
 
 
 def _open(path: Path) -> Any:

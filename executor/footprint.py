@@ -22,6 +22,7 @@ from kernels import Backend
 from protocol.config import Config
 
 Kind = Literal["embedding", "projection", "head", "tied head", "router"]
+MOST_RANKS = 256  # for which a split is counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def native_footprint(
 def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms = PLAIN) -> dict[int, Footprint]:
     """Return what the first rank holds, for each number of ranks among which the model can be divided."""
     found = {}
-    for world_size in range(1, config.num_heads + 1):
+    for world_size in range(1, min(config.num_heads, MOST_RANKS) + 1):
         try:
             found[world_size] = native_footprint(config, backend, TensorParallel(0, world_size), forms)
         except ValueError:

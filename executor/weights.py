@@ -1,6 +1,7 @@
 """The model asks for its weights: only the slices it needs, none missing, none left over."""
 
 import logging
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -146,13 +147,21 @@ def _read_plain(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Return the parts of tensors that a parameter is made of, one after the other, then zeros."""
-    filled = torch.zeros(shape, dtype=dtype, device=device)
-    offset = 0
+    """Return the parts of tensors that a parameter is made of, one after the other, then zeros.
+
+    Memory is touched only once a tensor was found to have the shape that is asked for.
+    """
+    try:
+        filled = torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        raise ValueError(f"{', '.join(names)}: {num_bytes} bytes of memory are not to be had on {device}") from error
+    offset, dim = 0, shards[0].dim
     for name, shard in zip(names, shards, strict=True):
         start, stop = shard.bounds
-        source.read(name, shard, filled.narrow(shard.dim, offset, stop - start))
+        source.read(name, shard, filled.narrow(dim, offset, stop - start))
         offset += stop - start
+    filled.narrow(dim, offset, shape[dim] - offset).zero_()
     return filled
 
 

@@ -7,8 +7,7 @@ from octavo.errors import ModelError
 from octavo.json_files import read_object
 from octavo.older import is_older
 from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
-
-INDEX = "model.safetensors.index.json"
+from protocol.safetensors_index import INDEX_FILE, indexed_files
 
 
 def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, needs_weights: bool) -> None:
@@ -30,13 +29,16 @@ def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, 
 
 
 def _require_weights(directory: Path, model: str) -> None:
-    index = directory / INDEX
+    index = directory / INDEX_FILE
     if index.is_file():
-        names = sorted(set(read_object(index).get("weight_map", {}).values()))
+        try:
+            names = indexed_files(index)
+        except ValueError as error:
+            raise ModelError(f"{error}. Download the model again.") from None
         absent = [name for name in names if not (directory / name).is_file()]
         if absent or not names:
             raise ModelError(
-                f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX} "
+                f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX_FILE} "
                 f"({len(absent)} of {len(names)} files). Download it again."
             )
     elif (directory / GGUF_INDEX).is_file():

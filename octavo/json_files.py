@@ -13,7 +13,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the model again.") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object. Download the model again.")

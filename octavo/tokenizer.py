@@ -61,13 +61,13 @@ def _convert_by_transformers(directory: Path, partial: Path, model: str, trust_r
 
 def _refusal(model: str, cause: str) -> str:
     return (
-        f"{model} has no tokenizer.json, and its tokenizer cannot be converted: {cause.strip()} "
+        f"{model} has no tokenizer.json, and its tokenizer cannot be converted: {' '.join(cause.split())} "
         "Put a tokenizer.json beside its config.json."
     )
 
 
 def _key(directory: Path) -> str:
     """A name for the state of the directory: every file's name, size and time of change."""
-    files = [(path.name, path.stat()) for path in sorted(directory.iterdir())]
+    files = [(path.name, path.stat()) for path in sorted(directory.iterdir()) if path.exists()]  # no dangling links
     state = [str(directory.resolve()), *(f"{name}\0{s.st_size}\0{s.st_mtime_ns}" for name, s in files)]
     return hashlib.sha256("\0".join(state).encode()).hexdigest()[:12]

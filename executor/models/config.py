@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -13,6 +13,10 @@ from executor.memory import KVShape
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope, rotary_frequencies
 from executor.quantization import Quantization, read_quantization
+
+# What a tensor can have along a dimension, and more layers than any model: beyond, a file is damaged or a trap.
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+NumLayers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,16 +109,16 @@ class _Checkpoint(msgspec.Struct):
     """config.json as it is written by transformers 4 and 5; unknown keys are transformers' own business."""
 
     architectures: list[str]
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    max_position_embeddings: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: NumLayers
+    num_attention_heads: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
+    rms_norm_eps: Annotated[float, msgspec.Meta(ge=0)] = 1e-6
     tie_word_embeddings: bool | None = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -141,7 +145,7 @@ def read_architecture(directory: Path) -> str:
             raise ValueError(f"architectures names {len(architectures)} of them; one is needed")
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     return architectures[0]
 
@@ -210,6 +214,8 @@ def _check_heads(config: ModelConfig) -> None:
         )
     if config.head_dim % 2 or config.rotary_dim % 2:
         raise ValueError(f"head_dim {config.head_dim} is odd: rotary embeddings need pairs")
+    if config.rope.rope_type == "dynamic" and config.rotary_dim == 2:
+        raise ValueError("rope_type 'dynamic' needs more than one frequency, and so a head_dim of more than 2")
 
 
 def _dtype(checkpoint: _Checkpoint) -> torch.dtype:
@@ -241,7 +247,10 @@ def _sliding_windows(row: Architecture, checkpoint: _Checkpoint) -> tuple[int | 
     slides = [row.sliding_window == "all"] * num_layers
     if row.sliding_window == "layer_types":
         slides = [bool(checkpoint.use_sliding_window) and sliding for sliding in _sliding_layers(checkpoint)]
-    return tuple(checkpoint.sliding_window if slide else None for slide in slides)
+    window = checkpoint.sliding_window
+    if any(slides) and window is not None and window < 1:
+        raise ValueError(f"sliding_window {window} is not supported; supported: 1 and more")
+    return tuple(window if slide else None for slide in slides)
 
 
 def _sliding_layers(checkpoint: _Checkpoint) -> list[bool]:

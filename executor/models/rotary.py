@@ -7,10 +7,13 @@ sequence's tokens do not depend on what runs beside it.
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 import torch
 from torch import Tensor
+
+Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 # P positions, R rotary size (mostly the head size): R / 2 cosines, then R / 2 sines
 
@@ -19,18 +22,19 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     """Rotary parameters of a checkpoint, with the defaults of config.json resolved."""
 
     rope_type: str
-    rope_theta: float
+    rope_theta: Annotated[float, msgspec.Meta(gt=1)]
     max_position_embeddings: int
-    original_max_position_embeddings: int  # tokens of the training before it was stretched
-    factor: float | None = None
+    # tokens of the training before it was stretched
+    original_max_position_embeddings: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    factor: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
     attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
 
     def check(self) -> None:
         """Raise ValueError if the type is not supported or lacks a parameter."""
@@ -39,6 +43,11 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
         for name in REQUIRED.get(self.rope_type, ()):
             if getattr(self, name) is None:
                 raise ValueError(f"rope_type {self.rope_type!r} needs {name}")
+        if self.rope_type == "llama3" and not (self.high_freq_factor or 0) > (self.low_freq_factor or 0):
+            raise ValueError(
+                f"rope_type 'llama3' needs a high_freq_factor ({self.high_freq_factor}) above low_freq_factor"
+                f" ({self.low_freq_factor})"
+            )
 
     @property
     def stretched_tokens(self) -> int:

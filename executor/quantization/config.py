@@ -75,7 +75,7 @@ def read_quantization(directory: Path, written: dict[str, Any] | None) -> Quanti
         if path.is_file():
             try:
                 return _parse({"quant_method": method} | msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None
     return None
 
@@ -99,7 +99,7 @@ def choose_rounding(requested: str, found: Quantization | None) -> int | None:
 def _parse(written: dict[str, Any]) -> Quantization:
     is_bitsandbytes = any(key in written for key in OLD_BITSANDBYTES)
     method = written.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unnamed")
-    if method not in QUANTIZATIONS:
+    if not isinstance(method, str) or method not in QUANTIZATIONS:
         raise ValueError(f"quant_method {method!r} is not supported; supported: {', '.join(QUANTIZATIONS)}")
     try:
         return QUANTIZATIONS[method](written)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.convert.metadata import GGUFFile
+from octavo.convert.metadata import Count, GGUFFile, Positive
 from octavo.errors import ModelError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -23,26 +23,26 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)} (Mistral is stored as llama). "
             "Give the model's Hugging Face id or directory instead."
         )
-    if file.get(f"{architecture}.expert_count"):
+    if file.get(f"{architecture}.expert_count", int):
         raise ModelError(f"{file.path} is a mixture of experts, which is not supported as a GGUF file.")
 
-    hidden_size = file.require(f"{architecture}.embedding_length")
-    num_attention_heads = file.require(f"{architecture}.attention.head_count")
-    head_dim = file.get(f"{architecture}.attention.key_length", hidden_size // num_attention_heads)
+    hidden_size = file.require(f"{architecture}.embedding_length", Count)
+    num_attention_heads = file.require(f"{architecture}.attention.head_count", Count)
+    head_dim = file.get(f"{architecture}.attention.key_length", Count, hidden_size // num_attention_heads)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
         "dtype": "bfloat16",
         "hidden_act": "silu",
         "hidden_size": hidden_size,
-        "intermediate_size": file.require(f"{architecture}.feed_forward_length"),
-        "num_hidden_layers": file.require(f"{architecture}.block_count"),
+        "intermediate_size": file.require(f"{architecture}.feed_forward_length", Count),
+        "num_hidden_layers": _num_layers(file),
         "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": file.get(f"{architecture}.attention.head_count_kv", num_attention_heads),
+        "num_key_value_heads": file.get(f"{architecture}.attention.head_count_kv", Count, num_attention_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": file.require(f"{architecture}.context_length"),
-        "rms_norm_eps": file.require(f"{architecture}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": file.get(f"{architecture}.rope.freq_base", 10000.0),
+        "max_position_embeddings": file.require(f"{architecture}.context_length", Count),
+        "rms_norm_eps": file.require(f"{architecture}.attention.layer_norm_rms_epsilon", Positive),
+        "rope_theta": file.get(f"{architecture}.rope.freq_base", Positive, 10000.0),
         "rope_scaling": _rope_scaling(file, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -54,28 +54,36 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _vocab_size(file: GGUFFile) -> int:
-    if "token_embd.weight" not in file.tensors:
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no embedding (token_embd.weight): it is not a whole language model.")
-    return int(file.tensors["token_embd.weight"].shape[1])
+    return int(embedding.shape[1])
+
+
+def _num_layers(file: GGUFFile) -> int:
+    num_layers: int = file.require(f"{file.architecture}.block_count", Count)
+    if num_layers > len(file.tensors):
+        raise ModelError(f"{file.path} is damaged: it has {num_layers} layers, but only {len(file.tensors)} tensors.")
+    return num_layers
 
 
 def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     """config.json's `rope_scaling`, from the metadata or from the tensor of frequency factors."""
     prefix = f"{file.architecture}.rope"
-    if file.get(f"{prefix}.dimension_count", head_dim) != head_dim:
+    if file.get(f"{prefix}.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{file.path} rotates only a part of each head, which is not supported as a GGUF file.")
     if "rope_freqs.weight" in file.tensors:
         return _llama3_scaling(file, head_dim)
-    match file.get(f"{prefix}.scaling.type", "none"):
+    match file.get(f"{prefix}.scaling.type", str, "none"):
         case "none":
             return None
         case "linear":
-            return {"rope_type": "linear", "factor": file.require(f"{prefix}.scaling.factor")}
+            return {"rope_type": "linear", "factor": file.require(f"{prefix}.scaling.factor", Positive)}
         case "yarn":
             return {
                 "rope_type": "yarn",
-                "factor": file.require(f"{prefix}.scaling.factor"),
-                "original_max_position_embeddings": file.require(f"{prefix}.scaling.original_context_length"),
+                "factor": file.require(f"{prefix}.scaling.factor", Positive),
+                "original_max_position_embeddings": file.require(f"{prefix}.scaling.original_context_length", Count),
             }
         case other:
             raise ModelError(f"{file.path} scales its rotary frequencies by {other!r}, which is not supported.")
@@ -84,8 +92,8 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
 def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Llama 3's parameters, recovered from the factors and proven by computing the factors again."""
     stored = np.array(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
-    factor = float(stored.max())
-    theta = file.get(f"{file.architecture}.rope.freq_base", 10000.0)
+    factor = float(stored.max(initial=1.0))
+    theta = file.get(f"{file.architecture}.rope.freq_base", Positive, 10000.0)
     expected = _llama3_factors(factor, theta, head_dim)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
         raise ModelError(

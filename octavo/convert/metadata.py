@@ -1,11 +1,19 @@
 """What a GGUF file says about itself. Keys are described in ggml's docs/gguf.md."""
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from octavo.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+# What a value has to be: whoever wrote the file may have been a stranger.
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class GGUFFile:
@@ -17,7 +25,7 @@ class GGUFFile:
         self.path = path
         try:
             reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:
+        except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
             raise ModelError(f"{path} is not a whole GGUF file ({error}). Download it again.") from error
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
@@ -25,31 +33,43 @@ class GGUFFile:
             raise ModelError(f"{path} is a GGUF file for machines of the other byte order.")
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
-        if (self.get("split.count") or 1) > 1:
+        if self.get("split.count", int, 1) > 1:
             raise ModelError(
                 f"{path} is one part of a split GGUF file. Join the parts first: "
                 f"llama-gguf-split --merge {path} OUT.gguf"
             )
-        self.architecture: str = self.require("general.architecture")
+        self.architecture: str = self.require("general.architecture", str)
 
-    def get(self, key: str, default: Any = None) -> Any:
-        """The value of a metadata key, as Python's int, float, bool, str or list."""
+    def get(self, key: str, kind: Any, default: Any = None) -> Any:
+        """The value of a metadata key, of the type `kind`. Raises ModelError if it is there and is none of those."""
         field = self._fields.get(key)
         if field is None:
             return default
-        value = field.contents()
-        return shortest_float(value) if isinstance(value, float) else value
+        try:
+            value = field.contents()
+            return msgspec.convert(shortest_float(value) if isinstance(value, float) else value, kind)
+        except (ValueError, IndexError) as error:
+            raise ModelError(f"{self.path} has a GGUF key {key!r} that cannot be used: {error}.") from error
 
-    def require(self, key: str) -> Any:
+    def require(self, key: str, kind: Any) -> Any:
         """The value of a key that every usable file has."""
-        value = self.get(key)
+        value = self.get(key, kind)
         if value is None:
             raise ModelError(f"{self.path} lacks the GGUF key {key!r}, so it cannot be served.")
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token: bos, eos, eot, eom, unknown, padding."""
-        token_id: int | None = self.get(f"tokenizer.ggml.{name}_token_id")
+        """The id of a special token: bos, eos, eot, eom, unknown, padding.
+
+        One that the vocabulary lacks counts as none, as for llama.cpp: files with such an id for padding are common.
+        """
+        key = f"tokenizer.ggml.{name}_token_id"
+        token_id: int | None = self.get(key, int)
+        tokens = self._fields.get("tokenizer.ggml.tokens")
+        num_tokens = 0 if tokens is None else len(tokens.data)
+        if token_id is not None and not 0 <= token_id < num_tokens:
+            logger.warning("%s: %s is %d, but there are %d tokens: not used", self.path, key, token_id, num_tokens)
+            return None
         return token_id
 
 

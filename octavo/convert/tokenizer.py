@@ -8,7 +8,7 @@ vocabularies are built by transformers, which recovers their merges.
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from octavo.convert.metadata import GGUFFile
+from octavo.convert.metadata import Count, GGUFFile
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ SPLITS = {
 
 def build_tokenizer(file: GGUFFile) -> "Tokenizer":
     """The tokenizer that the file describes. Raises ModelError if its kind or its split is unknown."""
-    match file.require("tokenizer.ggml.model"):
+    match file.require("tokenizer.ggml.model", str):
         case "gpt2":
             return _byte_level_bpe(file, _split(file))
         case "llama":
@@ -76,23 +76,23 @@ def build_tokenizer(file: GGUFFile) -> "Tokenizer":
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The content of tokenizer_config.json: the special tokens' text and the chat template."""
-    tokens = file.require("tokenizer.ggml.tokens")
+    tokens = _tokens(file)
     ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {key: file.token_id(name) for key, name in ids.items()}
     config: dict[str, Any] = {key: tokens[token_id] for key, token_id in found.items() if token_id is not None}
-    if (template := file.get("tokenizer.chat_template")) is not None:
+    if (template := file.get("tokenizer.chat_template", str)) is not None:
         config["chat_template"] = template
     return config | {
         "add_bos_token": _adds_bos(file),
-        "add_eos_token": file.get("tokenizer.ggml.add_eos_token", False),
+        "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
         "clean_up_tokenization_spaces": False,
-        "model_max_length": file.require(f"{file.architecture}.context_length"),
+        "model_max_length": file.require(f"{file.architecture}.context_length", Count),
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
 
 
 def _split(file: GGUFFile) -> Split:
-    name = file.get("tokenizer.ggml.pre")
+    name = file.get("tokenizer.ggml.pre", str)
     if name not in SPLITS:
         raise ModelError(
             f"{file.path} does not say how its vocabulary splits text in a way known here (tokenizer.ggml.pre is "
@@ -105,7 +105,7 @@ def _split(file: GGUFFile) -> Split:
 def _byte_level_bpe(file: GGUFFile, split: Split) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, types = file.require("tokenizer.ggml.tokens"), _token_types(file)
+    tokens, types = _tokens(file), _token_types(file)
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     merges = _merges(file, vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
@@ -120,7 +120,7 @@ def _byte_level_bpe(file: GGUFFile, split: Split) -> "Tokenizer":
 
 def _merges(file: GGUFFile, vocab: dict[str, int]) -> list[tuple[str, str]]:
     merges = []
-    for merge in file.require("tokenizer.ggml.merges"):
+    for merge in file.require("tokenizer.ggml.merges", list[str]):
         left, _, right = merge.partition(" ")
         if not {left, right, left + right} <= vocab.keys():
             raise ModelError(f"{file.path} merges {merge!r}, which its vocabulary lacks: the file is damaged.")
@@ -143,7 +143,11 @@ def _pre_tokenizer(split: Split) -> "pre_tokenizers.PreTokenizer":
 def _sentencepiece(file: GGUFFile) -> "Tokenizer":
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    _token_types(file)  # of a damaged file transformers would say less
+    try:
+        loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file.path} has a tokenizer (llama) that cannot be converted: {error}.") from error
     tokenizer: Tokenizer = loaded.backend_tokenizer
     _set_post_processor(tokenizer, file)
     return tokenizer
@@ -165,24 +169,31 @@ def _add_tokens(tokenizer: "Tokenizer", tokens: list[str], types: list[int]) -> 
     tokenizer.add_tokens(of_type(TokenType.USER_DEFINED))
 
 
+def _tokens(file: GGUFFile) -> list[str]:
+    return list(file.require("tokenizer.ggml.tokens", list[str]))
+
+
 def _token_types(file: GGUFFile) -> list[int]:
-    return list(file.require("tokenizer.ggml.token_type"))
+    types, num_tokens = list(file.require("tokenizer.ggml.token_type", list[int])), len(_tokens(file))
+    if len(types) != num_tokens:
+        raise ModelError(f"{file.path} is damaged: it has {num_tokens} tokens, but types of {len(types)}.")
+    return types
 
 
 def _adds_bos(file: GGUFFile) -> bool:
     """Whether the model expects its first token to be BOS: as the file says, else as llama.cpp assumes."""
-    stated: bool | None = file.get("tokenizer.ggml.add_bos_token")
+    stated: bool | None = file.get("tokenizer.ggml.add_bos_token", bool)
     if stated is not None:
         return stated
-    return file.get("tokenizer.ggml.model") == "llama" or _split(file).add_bos
+    return file.get("tokenizer.ggml.model", str) == "llama" or _split(file).add_bos
 
 
 def _set_post_processor(tokenizer: "Tokenizer", file: GGUFFile) -> None:
     """Let `encode` add BOS and EOS where the model expects them, and nowhere else."""
     from tokenizers import processors
 
-    tokens = file.require("tokenizer.ggml.tokens")
-    adds_eos = file.get("tokenizer.ggml.add_eos_token", False)
+    tokens = _tokens(file)
+    adds_eos = file.get("tokenizer.ggml.add_eos_token", bool, False)
     bos, eos = file.token_id("bos"), file.token_id("eos")
     before = [(tokens[bos], bos)] if bos is not None and _adds_bos(file) else []
     after = [(tokens[eos], eos)] if eos is not None and adds_eos else []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.errors import ModelError
 from octavo.json_files import read_object, write_object
 from octavo.older.families import BuiltTokenizer, build_baichuan, build_chatglm, build_qwen
 
@@ -43,9 +44,14 @@ def write_tokenizer(directory: Path, target: Path, model: str) -> None:
     if built.chat_template is not None and not (directory / "chat_template.jinja").is_file():
         (target / "chat_template.jinja").write_text(built.chat_template, encoding="utf-8")
     generation = read_object(directory / "generation_config.json")
-    stops = _ids(generation.get("eos_token_id")) + [built.tokenizer.token_to_id(token) for token in built.stop_tokens]
+    stops = _ids(directory, generation.get("eos_token_id")) + [
+        built.tokenizer.token_to_id(token) for token in built.stop_tokens
+    ]
     write_object(target / "generation_config.json", generation | {"eos_token_id": list(dict.fromkeys(stops))})
 
 
-def _ids(said: Any) -> list[int]:
-    return said if isinstance(said, list) else [] if said is None else [said]
+def _ids(directory: Path, said: Any) -> list[int]:
+    ids = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ModelError(f"{directory / 'generation_config.json'} has an eos_token_id that is no number: {said!r}.")
+    return ids

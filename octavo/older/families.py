@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from octavo.convert.tokenizer import SPLITS
 from octavo.errors import ModelError
 from octavo.json_files import read_object
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
 NUM_QWEN_EXTRAS = 205
 CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>")  # "sop" and "eop" there: parts of many words
 CHATGLM3_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
 
 
 class BuiltTokenizer(NamedTuple):
@@ -87,8 +93,11 @@ def build_baichuan(directory: Path, model: str) -> BuiltTokenizer:
 def _build_glm4(directory: Path) -> BuiltTokenizer:
     """Return GLM-4's: its control tokens are those of tokenizer_config.json."""
     config = read_object(directory / "tokenizer_config.json")
-    added = config.get("added_tokens_decoder") or {}
-    special_tokens = {token["content"]: int(token_id) for token_id, token in added.items()}
+    try:
+        added = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _AddedToken], strict=False)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"{directory / 'tokenizer_config.json'}, added_tokens_decoder: {error}.") from error
+    special_tokens = {token.content: token_id for token_id, token in added.items()}
     if not {"[gMASK]", "<sop>", "<|endoftext|>", *CHATGLM3_ROLES} <= special_tokens.keys():
         raise ModelError(f"{directory / 'tokenizer_config.json'} lacks GLM-4's control tokens (added_tokens_decoder).")
     split = SPLITS["llama-bpe"].regex or ""
@@ -112,4 +121,6 @@ def _put_first(tokenizer: "Tokenizer", tokens: Sequence[str]) -> None:
     from tokenizers import processors
 
     ids = [(token, tokenizer.token_to_id(token)) for token in tokens]
+    if absent := [token for token, token_id in ids if token_id is None]:
+        raise ModelError(f"the model's tokenizer file lacks {', '.join(absent)}. Download the model again.")
     tokenizer.post_processor = processors.TemplateProcessing(single=[*tokens, "$A"], special_tokens=ids)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHARACTERS = {encoded[0]: character for character, encoded in BYTES_OF_CHARACTERS.items()}
+LONGEST_TOKEN = 4096  # bytes; those of models have some hundred, and cuts take time that grows with their square
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -21,7 +22,10 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     content = read_vocabulary(path)
     try:
         lines = (line.split() for line in content.splitlines() if line)
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if wrong := [rank for token, rank in ranks.items() if not (0 <= rank < 2**31 and len(token) <= LONGEST_TOKEN)]:
+            raise ValueError(f"no token can have the rank {wrong[0]}, or one of more than {LONGEST_TOKEN} bytes")
+        return ranks
     except (ValueError, binascii.Error) as error:
         raise ModelError(f"{path} has no ranks of tiktoken: {error}. Download the model again.") from error
 

@@ -13,7 +13,13 @@ from protocol.sampling import SamplingParams
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
 
-DTYPES = (torch.float32, torch.bfloat16)
+# dtype, and to what plain weights are rounded: quantized products are held to the same promise
+MODELS = {
+    "float32": (torch.float32, "auto"),
+    "bfloat16": (torch.bfloat16, "auto"),
+    "int8 in float32": (torch.float32, "int8"),
+    "int4 in bfloat16": (torch.bfloat16, "int4"),
+}
 Request = tuple[list[int], SamplingParams]
 SHARED = [3 + 5 * i % 310 for i in range(48)]
 
@@ -44,14 +50,13 @@ def heard(results: Sequence[Generated]) -> list[tuple[object, ...]]:
     return [(r.token_ids, r.logprobs, r.prompt_logprobs, r.finish_reasons) for r in results]
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, torch.dtype]:
-    dtype: torch.dtype = request.param
+    dtype, quantization = MODELS[request.param]
     target = tmp_path_factory.mktemp("tiny")
     directory: Path = make_checkpoint(target, "Qwen3ForCausalLM", dtype=dtype, num_hidden_layers=2)
-    return load_model(
-        directory, read_model_config(directory), dtype, max_model_len=256, backend=cpu, progress=False
-    ), dtype
+    options = {"max_model_len": 256, "quantization": quantization, "progress": False}
+    return load_model(directory, read_model_config(directory), dtype, backend=cpu, **options), dtype
 
 
 @pytest.fixture(scope="module")

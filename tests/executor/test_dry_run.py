@@ -310,3 +310,17 @@ def test_what_nobody_knows_is_refused(tmp_path: Path) -> None:
         plan_of(tmp_path)
     with pytest.raises(ValueError, match="NobodyForCausalLM is not supported"):
         plan_of(tmp_path, {"architectures": ["NobodyForCausalLM"], "model_type": "nobody"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"quantization_config": 5}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": "x"}}, "group_size"),
+        ({"architectures": [["x"]]}, "architectures"),
+        ({"architectures": 5}, "architectures"),
+    ],
+)
+def test_what_has_the_wrong_type_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(tmp_path, LLAMA_3_8B | keys)

@@ -20,6 +20,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+SIZES = [key for key in CONFIG if key != "architectures"] + ["head_dim"]
 
 
 def write(directory: Path, **keys: Any) -> Path:
@@ -137,6 +138,19 @@ def test_a_directory_holds_one_architecture(tmp_path: Path, architectures: list[
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"hidden_size": "64"}, r"hidden_size"),
         ({"vocab_size": None}, r"vocab_size"),
+        *[({size: number}, f">= 1.*{size}") for size in SIZES for number in (0, -8)],
+        *[({size: 10**30}, size) for size in SIZES],
+        ({"num_hidden_layers": 2**31 - 1}, "<= 10000.*num_hidden_layers"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window 0"),
+        ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "rope_theta"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e300}}, "factor"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_slow": -1.0}}, "beta_slow"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}}, "above low"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}, "head_dim": 2}, "'dynamic' needs more than one"),
+        ({"quantization_config": {"quant_method": ["awq"]}}, r"quant_method \['awq'\] is not supported"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
@@ -153,4 +167,10 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 def test_broken_json_is_refused_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": [')
     with pytest.raises(ValueError, match=r"config\.json"):
+        read_model_config(tmp_path)
+
+
+def test_a_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ValueError, match=r"config\.json: "):
         read_model_config(tmp_path)

@@ -1,6 +1,7 @@
 """Weights: none missing, none left over, only the slices of one's own rank, and clear words for broken files."""
 
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -106,6 +107,27 @@ def test_a_broken_index_is_named(tmp_path: Path, index: str) -> None:
     (make_checkpoint(tmp_path) / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is not an index"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/hostname", "..", "x" * 5000])
+def test_an_index_that_leaves_its_directory_is_refused(tmp_path: Path, name: str) -> None:
+    make_checkpoint(tmp_path / "other")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (make_checkpoint(tmp_path / "tiny") / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="which is no file of its directory"):
+        load(tmp_path / "tiny")
+
+
+@pytest.mark.parametrize("vocab_size", [2**24, 2**31 - 1])
+def test_no_memory_is_spent_on_what_the_file_lacks(tmp_path: Path, vocab_size: int) -> None:
+    """An embedding of 4 GiB, or of 512: more than there is."""
+    directory = make_checkpoint(tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | {"vocab_size": vocab_size}))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"embed_tokens.weight(: \d+ bytes of memory are not to be had| has shape)"):
+        load(directory)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
 
 
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:

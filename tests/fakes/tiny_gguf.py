@@ -143,7 +143,9 @@ def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         case bool():
             writer.add_bool(key, value)
         case int():
-            writer.add_uint32(key, value)
+            writer.add_uint32(key, value) if value >= 0 else writer.add_int32(key, value)
+        case list():
+            writer.add_array(key, value)
         case float():
             writer.add_float32(key, value)
         case str():

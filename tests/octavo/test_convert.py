@@ -198,3 +198,33 @@ def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
     part = tmp_path / "part.gguf"
     part.write_bytes(whole[: int(len(whole) * kept)])
     assert "is not a whole GGUF file" in refused(part)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"llama__block_count": 2**31 - 1},
+        {"llama__block_count": 0},
+        {"llama__embedding_length": -64},
+        {"llama__embedding_length": "64"},
+        {"llama__attention__head_count": 0},
+        {"llama__context_length": 2**32 - 1},
+        {"llama__rope__freq_base": float("nan")},
+        {"tokenizer__ggml__tokens": [1, 2, 3]},
+        {"tokenizer__ggml__token_type": [1]},
+        {"tokenizer__ggml__merges": "a b"},
+        {"tokenizer__ggml__model": 5},
+        {"general__architecture": ["llama"]},
+    ],
+    ids=repr,
+)
+def test_metadata_that_makes_no_sense_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
+    """At once, and before anything is built that is as large as it says."""
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), **keys)
+    with pytest.raises(ModelError, match=str(path)):
+        converted(path)
+
+
+def test_an_id_beyond_the_vocabulary_is_none(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"), tokenizer__ggml__padding_token_id=2**32 - 1)
+    assert "pad_token" not in read_json(converted(path) / "tokenizer_config.json")

@@ -262,3 +262,41 @@ def test_a_tokenizer_that_is_missing_or_damaged_is_named(name: str, tmp_path: Pa
     (directory / name).write_text("no such format")
     with pytest.raises(ModelError, match=name):
         read(directory)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"YWI= -1", b"YWI= 99999999999999999999", base64.b64encode(b"ab" * 200_000) + b" 256"],
+    ids=["-", "+", "long"],
+)
+def test_ranks_that_no_tokenizer_can_have_are_refused(line: bytes, tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "qwen", "QWenLMHeadModel")
+    (directory / "qwen.tiktoken").write_bytes(b"YQ== 0\n" + line)
+    with pytest.raises(ModelError, match="has no ranks of tiktoken"):
+        read(directory)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "files", "message"),
+    [
+        ("ChatGLMModel", {"tokenizer_config": {"added_tokens_decoder": {"x": {"content": 5}}}}, "added_tokens_decoder"),
+        ("ChatGLMModel", {"tokenizer_config": {"added_tokens_decoder": [1]}}, "added_tokens_decoder"),
+        ("QWenLMHeadModel", {"generation_config": {"eos_token_id": [["x"]]}}, "eos_token_id"),
+    ],
+)
+def test_what_stands_around_ranks_is_checked(
+    architecture: str, files: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    directory = write_checkpoint(tmp_path / "old", architecture, **files)
+    for name in ("qwen.tiktoken", "tokenizer.model"):
+        (directory / name).write_bytes(b"\n".join(base64.b64encode(bytes([i])) + b" %d" % i for i in range(256)))
+    with pytest.raises(ModelError, match=message):
+        read(directory)
+
+
+def test_a_sentencepiece_model_without_what_its_family_needs_is_refused(tmp_path: Path) -> None:
+    """A model of the kind BPE, of one piece: "a"."""
+    directory = write_checkpoint(tmp_path / "baichuan", "BaichuanForCausalLM")
+    (directory / "tokenizer.model").write_bytes(b"\x0a\x03\x0a\x01a\x12\x02\x18\x02")
+    with pytest.raises(ModelError, match="lacks <s>"):
+        read(directory)

@@ -88,6 +88,12 @@ def test_every_shard_must_be_there(checkpoint: Path) -> None:
     assert resolve_model(str(checkpoint)).directory == checkpoint
 
 
+@pytest.mark.parametrize("weight_map", [{"a": "../other/model.safetensors"}, {"a": "x" * 5000}, {"a": 1}, ["a"]])
+def test_an_index_must_name_files_of_its_directory(checkpoint: Path, weight_map: Any) -> None:
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert "model.safetensors.index.json" in refusal(str(checkpoint))
+
+
 def test_code_from_a_repository_needs_permission(checkpoint: Path) -> None:
     write(checkpoint, "config.json", {"model_type": "mystery", "auto_map": {"AutoModelForCausalLM": "m.Model"}})
     message = refusal(str(checkpoint))
@@ -104,6 +110,13 @@ def test_code_is_not_needed_for_an_architecture_that_is_known(checkpoint: Path) 
 def test_a_model_without_any_tokenizer_is_refused(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     assert "neither tokenizer.json nor files to make one from" in refusal(str(checkpoint))
+
+
+def test_a_link_to_nothing_is_no_tokenizer(checkpoint: Path) -> None:
+    (checkpoint / "tokenizer.json").unlink(missing_ok=True)
+    (checkpoint / "tokenizer.json").symlink_to(checkpoint / "gone")
+    (checkpoint / "tokenizer_config.json").write_text("{}")
+    assert "its tokenizer cannot be converted" in refusal(str(checkpoint))
 
 
 def test_a_tokenizer_of_another_format_is_converted(checkpoint: Path, cache: Path) -> None:

@@ -26,7 +26,11 @@ WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
 READ_METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What modelling code raises where it is not made for what is asked of it here.
-FAILURES = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
+FAILURES = (
+    *(RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError),
+    ArithmeticError,  # divisions by a size of zero
+)
+MOST_LAYERS = 10_000  # more than any model: to look at them would take hours
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,9 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
         _refuse(architecture, "it is an encoder and a decoder")
     if config.get_text_config() is not config:
         _refuse(architecture, "it takes more than text")
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
+        _refuse(architecture, f"its configuration says {num_layers} layers, and {MOST_LAYERS} are the most")
     if (config.dtype or torch.float32) not in DTYPES:
         _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
 

@@ -156,6 +156,7 @@ def _from_pretrained(
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are told of below, by name
                 **options,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
