@@ -4,6 +4,8 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
+# A file's tests share servers and models, so they stay on one of the two workers; in order, as the longest file is not last.
+WHOLE_SUITE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo-model test gpu-check lint clean
@@ -42,7 +44,7 @@ demo-model: setup
 	@$(VENV)/bin/octavo pull
 
 test: demo-model
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(or $(ARGS),$(WHOLE_SUITE))
 
 gpu-check: setup
 	@$(VENV)/bin/python -m bench.gpu_check $(ARGS)
