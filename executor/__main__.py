@@ -39,7 +39,8 @@ def main() -> int:
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     import kernels  # noqa: F401
-    from executor.group import GroupLostError, Relay, follow
+    from executor.group import Relay, follow
+    from executor.parallel import GroupLostError
     from executor.server import serve
     from executor.startup import logger, start_executor
 

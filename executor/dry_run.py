@@ -5,6 +5,7 @@ Exit status 0: it fits this machine; 1: it does not, or cannot be served at all.
 
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,7 +80,8 @@ def main() -> int:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
     machine = look_at_machine(config, plan, chosen)
-    print(report(config, plan, machine))
+    with suppress(BrokenPipeError):  # whoever reads may have seen enough
+        print(report(config, plan, machine), flush=True)
     return 0 if isinstance(machine, Machine) and fits(plan, machine) else 1
 
 

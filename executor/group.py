@@ -26,10 +26,6 @@ TIMEOUT = timedelta(minutes=30)
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-class GroupLostError(Exception):
-    """Another rank has ended; this one has nothing left to do."""
-
-
 def join_group(config: Config, device: torch.device) -> TensorParallel:
     """Return this process's place in its group once all ranks are there.
 
@@ -104,12 +100,9 @@ class Relay:
             self._broadcast(b"")
 
     def _broadcast(self, frame: bytes) -> None:
-        try:
-            self._parallel.broadcast(torch.tensor(len(frame)))
-            if frame:
-                self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
-        except RuntimeError as error:
-            raise GroupLostError(f"another rank has ended: {_cause(error)}") from None
+        self._parallel.broadcast(torch.tensor(len(frame)))
+        if frame:
+            self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
 
 
 def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
@@ -125,18 +118,10 @@ def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
 
 def _receive(parallel: TensorParallel) -> bytes:
     """Return what rank 0 sends next; empty if it only says that it is there."""
-    try:
-        num_bytes = int(parallel.broadcast(torch.tensor(0)))
-        if not num_bytes:
-            return b""
-        return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
-    except RuntimeError as error:
-        raise GroupLostError(f"rank 0 has ended: {_cause(error)}") from None
-
-
-def _cause(error: RuntimeError) -> str:
-    """Return what gloo found, without its guesses why."""
-    return str(error).partition(". This is")[0]
+    num_bytes = int(parallel.broadcast(torch.tensor(0)))
+    if not num_bytes:
+        return b""
+    return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
 
 
 def _loopback_interface() -> str:

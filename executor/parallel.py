@@ -1,5 +1,7 @@
 """One rank's place among those that share a model, and what passes between them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +10,25 @@ from torch import Tensor, distributed
 from executor.shards import Shard
 
 
+class GroupLostError(Exception):
+    """Another rank has ended; this one has nothing left to do."""
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Raise GroupLostError where torch says, among its guesses why, that a rank's connection was closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GroupLostError(f"another rank has ended: {str(error).partition('. This is')[0]}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This process's place among those that share one model."""
+    """This process's place among those that share one model.
+
+    What passes between ranks raises GroupLostError when one of them is gone.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -35,10 +53,12 @@ class TensorParallel:
         if self.world_size == 1:
             return x
         if x.device.type != "cpu":
-            distributed.all_reduce(x, group=self.group)
+            with _collective():
+                distributed.all_reduce(x, group=self.group)
             return x
         parts = [torch.empty_like(x) for _ in range(self.world_size)]
-        distributed.all_gather(parts, x, group=self.group)
+        with _collective():
+            distributed.all_gather(parts, x, group=self.group)
         for part in parts[1:]:
             parts[0] += part
         return parts[0]
@@ -49,13 +69,15 @@ class TensorParallel:
         if self.world_size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None
-        distributed.gather(x, parts, dst=0, group=self.group)
+        with _collective():
+            distributed.gather(x, parts, dst=0, group=self.group)
         return torch.cat(parts, dim=-1) if parts is not None else x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Return `x`, overwritten by rank 0's."""
         if self.world_size > 1:
-            distributed.broadcast(x, src=0, group=self.group)
+            with _collective():
+                distributed.broadcast(x, src=0, group=self.group)
         return x
 
     def wait(self) -> None:
@@ -67,7 +89,8 @@ class TensorParallel:
         if self.world_size == 1:
             return number
         least = torch.tensor(number)
-        distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=self.group)
+        with _collective():
+            distributed.all_reduce(least, op=distributed.ReduceOp.MIN, group=self.group)
         return int(least)
 
 

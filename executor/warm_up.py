@@ -18,7 +18,7 @@ from protocol.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
-SLOW_COMPILE_S = 0.5  # a kernel that takes longer was not in the user's cache
+SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
 
 
 def compile_in_turn(dtype: torch.dtype, has_groupwise: bool, parallel: TensorParallel) -> None:

@@ -33,7 +33,7 @@ async def health(request: Request) -> Response:
     service: Service = request.state.service
     if service.engine.healthy:
         return Response(b'{"status":"ok"}', media_type="application/json")
-    return error_response(unavailable("no scheduler makes progress"))
+    return error_response(unavailable("no scheduler makes progress, or its model is still loading"))
 
 
 async def version(request: Request) -> Response:

@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run_serve(config: Config) -> int:
+    _refuse_launcher_fields(config)
     configure_logging("octavo", config.log_level)
     listening_port(config)
     resolved = resolve_model(
@@ -140,9 +141,11 @@ def _config(flags: dict[str, object]) -> Config:
     typed = flags.pop("positional_model", None)
     if typed is not None and flags.setdefault("model", typed) != typed:
         raise ConfigError(f"the model is given twice: {typed} and --model {flags['model']}")
-    config = load_config(os.environ, flags)
+    return load_config(os.environ, flags)
+
+
+def _refuse_launcher_fields(config: Config) -> None:
     for name in LAUNCHER_FIELDS:
         if getattr(config, name) != FIELDS[name].default:
             variable = f"OCTAVO_{name.upper()}"
             raise ConfigError(f"{variable} is for processes started one by one; `octavo serve` chooses its own")
-    return config

@@ -48,9 +48,14 @@ class Child:
     backoff_s: float = FIRST_BACKOFF_S
     restart_at_s: float | None = None
 
-    def ended(self) -> subprocess.Popen[bytes] | None:
-        """Return a process that has ended, if there is one."""
-        return next((process for process in self.processes if process.poll() is not None), None)
+    def ended(self) -> str | None:
+        """Return which process has ended and how, if there is one."""
+        for rank, process in enumerate(self.processes):
+            if (status := process.poll()) is not None:
+                name = self.role if len(self.processes) == 1 else f"rank {rank} of the {self.role}"
+                how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+                return f"{name} {how}"
+        return None
 
 
 class Launcher:
@@ -99,8 +104,8 @@ class Launcher:
         started_s = time.monotonic()
         while not self.stopping:
             for child in self.children.values():
-                if child.ended() is not None:
-                    raise LaunchError(f"nothing is served: the {child.role} could not start, as it says above")
+                if ended := child.ended():
+                    raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
             if _answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -122,13 +127,7 @@ class Launcher:
             lived_s = now_s - child.started_at_s
             child.backoff_s = FIRST_BACKOFF_S if lived_s > STABLE_AFTER_S else child.backoff_s
             child.restart_at_s = now_s + child.backoff_s
-            logger.error(
-                "the %s ended with status %s after %.0f s; it starts again in %.1f s",
-                child.role,
-                ended.returncode,
-                lived_s,
-                child.backoff_s,
-            )
+            logger.error("the %s after %.0f s; it starts again in %.1f s", ended, lived_s, child.backoff_s)
         elif now_s >= child.restart_at_s:
             backoff_s = min(child.backoff_s * 2, LONGEST_BACKOFF_S)
             self.children[child.role] = dataclasses.replace(self._start(child.role), backoff_s=backoff_s)

@@ -36,6 +36,7 @@ class _GPTQ(msgspec.Struct):
     bits: Literal[4, 8]
     group_size: int
     sym: bool = True
+    desc_act: bool = False
     checkpoint_format: str = "gptq"
     is_marlin_format: bool = False
 
@@ -121,6 +122,8 @@ def _gptq(written: dict[str, Any]) -> Quantization:
     stored = "marlin" if config.is_marlin_format else config.checkpoint_format
     if stored not in shifts:
         raise ValueError(f"checkpoint_format {stored!r} is not supported; supported: {', '.join(shifts)}")
+    if config.desc_act and config.group_size > 0:
+        raise ValueError("inputs that are grouped out of order (desc_act, act-order) are not supported")
     return Quantization(
         method="gptq",
         bits=config.bits,

@@ -160,6 +160,7 @@ def test_a_float8_weight_without_its_scale_is_named(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"bits": 3}, "gptq: .*3"),
+        ({"desc_act": True}, r"grouped out of order \(desc_act, act-order\)"),
         ({"group_size": 24}, "group_size 24"),
         ({"group_size": 256}, "128 inputs do not divide into groups of 256"),
         ({"bits": 8}, r"qweight has shape \[16, 128\] .* \[32, 128\]"),

@@ -11,7 +11,8 @@ import kernels  # noqa: F401  (before torch: one OpenMP runtime)
 import msgspec
 from torch import distributed
 
-from executor.group import GroupLostError, follow
+from executor.group import follow
+from executor.parallel import GroupLostError
 from executor.startup import start_executor
 from protocol.config import Config
 

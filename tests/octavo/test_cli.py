@@ -198,3 +198,14 @@ def test_the_log_is_ours_unless_all_is_asked_for(level: str, said: list[str]) ->
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.rsplit(" ", 1)[1] for line in done.stderr.splitlines()] == said
+
+
+def test_addresses_of_processes_started_alone_concern_serve_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OCTAVO_FRONTEND_ADDRESS", "tcp://127.0.0.1:5555")
+    with pytest.raises(SystemExit):
+        main(["serve", str(tmp_path)])
+    assert "OCTAVO_FRONTEND_ADDRESS is for processes started one by one" in capsys.readouterr().err
+    assert main(["pull", str(tmp_path)]) == 1
+    assert "has no config.json" in capsys.readouterr().err
