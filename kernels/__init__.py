@@ -25,6 +25,7 @@ from kernels.groupwise import GroupwiseWeight
 __all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "PackedLinear", "available_backends", "choose_backend"]
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LEAST_CAPABILITY = (8, 0)  # of the GPUs that the Triton kernels are compiled for; AMD's call themselves 9 and more
 
 
 class ChosenBackend(NamedTuple):
@@ -40,7 +41,7 @@ def available_backends() -> dict[str, torch.device]:
     if importlib.util.find_spec("triton") is None:
         return found
     if has_gpu:
-        return {"triton": CUDA} | found
+        return ({"triton": CUDA} | found) if torch.cuda.get_device_capability() >= LEAST_CAPABILITY else found
     # Triton's interpreter runs kernels on the CPU, for tests: thousands of times slower.
     return found | ({"triton": CPU} if os.environ.get("TRITON_INTERPRET") == "1" else {})
 

@@ -1,8 +1,6 @@
 """GGUF files are read as they are: the values are those of the `gguf` package, bit for bit, in their own size."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from octavo.convert.weights import plan_weights
 from octavo.demo import demo_gguf
 from octavo.resolve import pull
 from protocol.gguf_index import GGUF_TYPES
+from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near
 from tests.fakes.tiny_gguf import tiny_model, write_gguf
 
@@ -181,30 +180,9 @@ def test_an_index_that_does_not_fit_is_refused(old: str, new: str, message: str,
         load(directory)
 
 
-MEASURE = """
-import sys
-from pathlib import Path
-import kernels, torch
-from executor.models import load_model, read_model_config
-
-def anonymous_bytes():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-directory = Path(sys.argv[1])
-config = read_model_config(directory)
-before = anonymous_bytes()
-model = load_model(directory, config, torch.float32, max_model_len=64, backend=kernels.cpu, progress=False)
-print(anonymous_bytes() - before)
-"""
-
-
 def test_a_process_holds_no_more_than_the_file() -> None:
     """The demo's 135 million weights would take 269 MB in bfloat16; the file has 98 MB."""
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, pull(str(demo_gguf()))], capture_output=True, text=True, check=True
-    )
-    assert 80e6 < int(done.stdout) < 160e6
+    assert 80e6 < loading_bytes(Path(pull(str(demo_gguf())))) < 160e6
 
 
 def test_the_demos_tensors_are_those_of_gguf_and_its_head_is_its_embedding() -> None:

@@ -22,6 +22,7 @@ from executor.startup import start_executor
 from kernels import cpu, reference
 from protocol.config import Config
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near
 from tests.fakes.quantized_checkpoints import (
     SIZES,
@@ -267,3 +268,12 @@ def test_the_start_says_what_is_held(tmp_path: Path, caplog: pytest.LogCaptureFi
     [line] = [record.message for record in caplog.records if "of weights" in record.message]
     assert "4-bit" in line
     assert "float32 weights" in line
+
+
+@pytest.mark.parametrize("write", [awq, gptq])
+def test_a_process_holds_no_more_than_the_packed_weights(write: Callable[..., Twins], tmp_path: Path) -> None:
+    """31 million weights: 22 MB as they are packed, 63 MB in bfloat16, 126 MB in float32; libraries take some 30 MB."""
+    twins = write(tmp_path, 32, hidden_size=1024, intermediate_size=4096)
+    quantized, plain = loading_bytes(twins.quantized), loading_bytes(twins.plain)
+    assert 20e6 < quantized < 60e6
+    assert plain - quantized > 95e6
