@@ -147,6 +147,11 @@ class FakeScheduler:
             await self._arrived.wait_for(lambda: len(self.messages(kind)) >= count)
         return self.messages(kind)[:count]
 
+    async def wait_for_requests(self, kind: type[Submit] | type[Abort], count: int) -> None:
+        """Return once `count` requests were submitted or aborted; a gateway that is in doubt says so again."""
+        async with asyncio.timeout(10), self._arrived:
+            await self._arrived.wait_for(lambda: len({m.request_id for m in self.messages(kind)}) >= count)
+
     def messages(self, kind: type[AnyMessage]) -> list[AnyMessage]:
         return [message for message in self.received if isinstance(message, kind)]
 

@@ -56,12 +56,12 @@ async def test_every_generation_ends_once(tiny_model: Path, scheduler: FakeSched
         await served.stream("/v1/chat/completions", chat(stop="w", max_tokens=100))
         scheduler.paused = True
         leaving = asyncio.create_task(served.chat())
-        await scheduler.wait_for(Submit, 5)
+        await scheduler.wait_for_requests(Submit, 5)
         leaving.cancel()
-        await scheduler.wait_for(Abort, 2)
+        await scheduler.wait_for_requests(Abort, 2)
         scheduler.paused = False
         failing = asyncio.create_task(served.post("/v1/chat/completions", chat(max_tokens=400)))
-        await scheduler.wait_for(Submit, 6)
+        await scheduler.wait_for_requests(Submit, 6)
         scheduler.fail("out of luck")
         response = await failing
         assert (response.status_code, response.json()["error"]["message"]) == (500, "out of luck")
