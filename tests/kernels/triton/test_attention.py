@@ -68,6 +68,21 @@ def test_split_contexts_equal_reference(window: int | None, dtype: torch.dtype) 
     torch.testing.assert_close(paged_attention(*batch, 0.2, window, **options), expected, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=str)
+def test_every_number_of_a_float8_cache_is_read_as_it_is(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # NaN
+    query = torch.ones(1, 1, 16, dtype=dtype)
+    keys = torch.zeros(1, 1, 16, 16).to(FLOAT8)  # NKDP
+    values = torch.zeros(1, 1, 16, 256, dtype=torch.uint8)  # NKPV
+    values[0, 0, 0] = codes
+    index = {
+        name: torch.tensor(row, dtype=torch.int32) for name, row in (("table", [[0]]), ("cu", [0, 1]), ("len", [1]))
+    }
+    out = paged_attention(query, keys, values.view(FLOAT8), index["table"], index["cu"], index["len"], 0.1)
+    assert torch.equal(out[0, 0], codes.view(FLOAT8).to(dtype))
+
+
 def test_splits_fill_the_device_but_are_not_too_short() -> None:
     assert choose_num_splits(8, 131_072, 64, 132) == 66
     assert choose_num_splits(8, 1_000, 64, 132) == 3
