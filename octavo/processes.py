@@ -14,11 +14,14 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.errors import LaunchError
+from octavo.shadows import shadowed_in_children
 from protocol.config import Config, child_environ
 from protocol.process import LIFELINE_FLAG
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("protocol", "scheduler", "executor", "kernels", "gateway")  # what children import of ours
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
 STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -98,7 +101,9 @@ class Processes:
         self._lifeline, self._lifeline_end = os.pipe()
 
     def start(self) -> None:
-        """Start all. What began has to be stopped also if this raises (an OSError)."""
+        """Start all. Raises LaunchError or OSError; what began has to be stopped also then."""
+        if shadowed := shadowed_in_children(PACKAGES, os.environ.get("PYTHONPATH", "")):
+            raise LaunchError(shadowed)
         for role in self._roles:
             self.children[role] = Child(role, lambda role=role: self._start(role))  # type: ignore[misc]
 
