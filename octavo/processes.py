@@ -181,7 +181,7 @@ class Processes:
         return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
 
 
-def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def end_processes(processes: Sequence[Process]) -> None:
     """End the processes of one role: ask all at once, and kill what has not ended in time."""
     deadline_s = time.monotonic() + STOP_GRACE_S
     for process in processes:

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from octavo.processes import Process
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
 from tests.fakes.model_directories import VOCAB_SIZE
+from tests.fakes.waiting import has_beaten, wait_until
 
 COMMAND = [sys.executable, "-P", "-m", "gateway"]
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,13 @@ async def is_healthy(http: httpx.AsyncClient, url: str) -> bool:
         return (await http.get(f"{url}/health")).status_code == 200
     except httpx.TransportError:
         return False
+
+
+def test_it_beats_and_ends_with_its_parent(tiny_model: Path) -> None:
+    with Process([*COMMAND, "--port", "0"], environ=environ(model=str(tiny_model))) as process:
+        wait_until(lambda: has_beaten(process.lifeline))
+        process.lifeline.close()
+        assert process.wait(20) == 0
 
 
 def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None:
