@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from octavo import __version__
 from octavo.commands import supervise
 from octavo.dry_run import dry_run
-from octavo.errors import ModelError
-from octavo.launcher import LaunchError, listening_port, serve
+from octavo.errors import LaunchError, ModelError
+from octavo.launcher import listening_port, serve
 from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 from protocol.extras import MissingExtraError, require_extras

@@ -1,5 +1,13 @@
-"""The one error that model resolution raises."""
+"""What goes wrong on the way to a served model, and after."""
 
 
 class ModelError(ValueError):
     """MODEL cannot be served. The message is one paragraph for the person who typed it: cause and remedy."""
+
+
+class LaunchError(RuntimeError):
+    """The server cannot start; the message says why, or that the process which failed has said it."""
+
+
+class GenerationError(RuntimeError):
+    """A generation cannot be finished: it was closed under way, or the engine gave it up. The message says why."""

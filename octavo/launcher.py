@@ -12,16 +12,13 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.errors import LaunchError
 from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
 from protocol.config import Config
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("scheduler", "executor", "gateway")
-
-
-class LaunchError(Exception):
-    """The server cannot start; the message says why, or that the process which failed has said it."""
 
 
 class Launcher:

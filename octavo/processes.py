@@ -15,11 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.errors import LaunchError
+from octavo.shadows import shadowed_in_children
 from protocol.config import Config, child_environ
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("protocol", "scheduler", "executor", "kernels", "gateway")  # what children import of ours
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
 STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -151,7 +154,9 @@ class Processes:
         self._num_executor_lives = 0
 
     def start(self) -> None:
-        """Start all. What began has to be stopped also if this raises (an OSError)."""
+        """Start all. Raises LaunchError or OSError; what began has to be stopped also then."""
+        if shadowed := shadowed_in_children(PACKAGES, os.environ.get("PYTHONPATH", "")):
+            raise LaunchError(shadowed)
         for role in self._roles:
             self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
 
