@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from octavo.launcher import LaunchError
+from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
 
 CANNOT_START = 2  # the status of our processes for settings or a model that no further life could use
