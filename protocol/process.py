@@ -9,7 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import Config, ConfigError, add_flags, load_config, nearest
+from protocol.config import Config, ConfigError, add_flags, load_config
+from protocol.suggestions import suggestion
 
 LIFELINE_FLAG = "--lifeline-fd"
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
@@ -27,7 +28,7 @@ class ArgumentParser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
-            self.error(f"unknown argument {flag}{nearest(flag, self._option_string_actions)}")
+            self.error(f"unknown argument {flag}{suggestion(flag, self._option_string_actions)}")
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -51,7 +52,7 @@ def start_process(name: str, description: str, fields: Sequence[str], argv: Sequ
         parser.error(str(error))
     configure_logging(f"{name} {config.rank}" if config.rank else name, config.log_level)
     if lifeline is not None:
-        threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
+        end_with_parent(lifeline)
     return config
 
 
@@ -68,7 +69,12 @@ def configure_logging(name: str, level: str) -> None:
     )
 
 
-def _end_with_parent(lifeline: int) -> None:
+def end_with_parent(lifeline: int) -> None:
+    """Let this process end soon after the other end of the pipe `lifeline` is closed, which a parent's death does."""
+    threading.Thread(target=_wait_for_parents_end, args=(lifeline,), name="lifeline", daemon=True).start()
+
+
+def _wait_for_parents_end(lifeline: int) -> None:
     """Wait until the parent's end of the pipe is closed, which is when it died; end in order, or else at once."""
     while os.read(lifeline, 1):
         pass
