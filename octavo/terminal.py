@@ -31,7 +31,7 @@ class Answer:
 class Terminal:
     """One person, or a pipe, and one model of a server.
 
-    A person's Ctrl-C ends the answer, and the next line is read; without a person it ends the program, as an error does.
+    A person's Ctrl-C ends the answer and the next line is read; without a person it ends the program, as errors do.
     """
 
     def __init__(
