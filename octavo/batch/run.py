@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -17,8 +17,6 @@ from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
 from octavo.batch.results import Results, Run, check_same_run
 from octavo.errors import CommandError
 from octavo.outputs import RequestOutput
-
-Line = str
 
 
 class Generate(Protocol):
@@ -53,8 +51,12 @@ class Batch:
             results.belong_to(Run(self.num_prompts, fingerprint.digest, parameters))
 
     @property
+    def num_done(self) -> int:
+        return self._results.num_done
+
+    @property
     def num_left(self) -> int:
-        return self.num_prompts - self._results.num_done
+        return self.num_prompts - self.num_done
 
     async def run(self, generate: Generate, window: int) -> None:
         """Generate what is left, for at most `window` prompts at a time.
@@ -112,6 +114,6 @@ def _has_result(task: "asyncio.Task[RequestOutput]") -> bool:
 
 def _other_prompts(results: Path, prompts: Path) -> CommandError:
     return CommandError(
-        f"{results} has results of other prompts than those of {prompts}: it may have grown since, but not changed. Give"
-        " another --output-path, or --overwrite"
+        f"{results} has results of other prompts than those of {prompts}, which may have grown since, but not changed."
+        " Give another --output-path, or --overwrite"
     )
