@@ -44,7 +44,7 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from None
+        raise invalid_field(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
     except RecursionError:
@@ -65,7 +65,7 @@ def _too_large() -> RequestError:
     return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="body_too_large")
 
 
-def _invalid(complaint: str, kind: Any) -> RequestError:
+def invalid_field(complaint: str, kind: Any) -> RequestError:
     """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
     reason, _, path = complaint.partition(" - at ")
     param = _shortened(re.sub(r"^.*?\$\.?", "", path.strip("`")))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from octavo import __version__
-from octavo.errors import CommandError, ModelError
-from octavo.launcher import LaunchError
+from octavo.errors import CommandError, GenerationError, LaunchError, ModelError
 from protocol.config import ConfigError
 from protocol.process import ArgumentParser
 
@@ -44,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(run(flags))
     except ConfigError as error:
         parser.error(str(error))
-    except (CommandError, LaunchError, ModelError) as error:
+    except (CommandError, GenerationError, LaunchError, ModelError) as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

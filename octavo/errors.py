@@ -7,3 +7,11 @@ class ModelError(ValueError):
 
 class CommandError(Exception):
     """A command cannot do what was asked. The message is one paragraph for the person who typed it."""
+
+
+class LaunchError(RuntimeError):
+    """The server cannot start; the message says why, or that the process which failed has said it."""
+
+
+class GenerationError(RuntimeError):
+    """A generation cannot be finished: it was closed under way, or the engine gave it up. The message says why."""

@@ -1,4 +1,4 @@
-"""A flag for each sampling field of the HTTP API, from the type that checks the field there."""
+"""A flag for each field of SamplingParams, from the type that checks it in the HTTP API."""
 
 import argparse
 import typing
@@ -7,29 +7,10 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai_types import CompletionRequest, OnlyNeutral
+from octavo.sampling_params import HINTS, HONOURED
 from protocol.config import ConfigError, base_type, explain_value, parse_integer, range_of
 
-# Fields of a request that say nothing of how tokens are chosen.
-NOT_SAMPLING = {
-    "model",
-    "prompt",
-    "echo",
-    "add_special_tokens",
-    "stream",
-    "stream_options",
-    "cache_salt",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-}
-HINTS = typing.get_type_hints(CompletionRequest, include_extras=True)
-KINDS = {
-    name: kind
-    for name, kind in HINTS.items()
-    if name not in NOT_SAMPLING and not any(isinstance(mark, OnlyNeutral) for mark in getattr(kind, "__metadata__", ()))
-}
+KINDS = {name: HINTS[name] for name in HONOURED}
 DESCRIPTION = (
     "As in the HTTP API (docs/api.md). What is left out comes from the model's generation_config.json, or is the"
     " API's default."

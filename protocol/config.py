@@ -233,6 +233,13 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str] = tuple(F
         parser.add_argument(*flags, default=argparse.SUPPRESS, help=shown, **options)
 
 
+def describe(name: str) -> str:
+    """Return what the field `name` is, with its default."""
+    field = FIELDS[name]
+    default = f" (default: {_show(field.default)})" if field.default not in (None, "", ()) else ""
+    return _description(field.type) + default
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean X?" for the known name closest to `name`, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
@@ -264,9 +271,7 @@ def _field_of(variable: str) -> str:
 def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
     field = FIELDS[name]
     base = base_type(field.type)
-    shown = _description(field.type).replace("%", "%%")
-    if field.default not in (None, "", ()):
-        shown += f" (default: {_show(field.default)})"
+    shown = describe(name).replace("%", "%%")
     if base is bool:
         return shown, {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(base) is Literal:

@@ -20,8 +20,8 @@ async def generate_batch(config: Config, params: SamplingParams, batch: Batch) -
     async with AsyncLLM(**{name: getattr(config, name) for name in KEYWORDS}) as llm:
 
         async def answer(prompt: Prompt) -> RequestOutput:
-            asked = prompt.asked
-            stream = llm.generate(asked.prompt, params) if isinstance(asked.prompt, str) else llm.chat(asked.messages, params)
+            text, messages = prompt.asked.prompt, prompt.asked.messages
+            stream = llm.generate(text or "", params) if messages is None else llm.chat(messages, params)
             async for output in stream:
                 last = output
             return last

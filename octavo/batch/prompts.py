@@ -19,9 +19,9 @@ SUFFIXES = (".txt", ".jsonl")
 class PromptLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A line of a .jsonl file. `id` is whatever its owner calls it: it comes back in the result."""
 
-    prompt: str | msgspec.UnsetType = msgspec.UNSET
-    messages: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
-    id: Any = msgspec.UNSET
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    id: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ def _parsers() -> dict[str, Callable[[str], PromptLine]]:
 
 def _checked(line: PromptLine) -> PromptLine:
     """Return `line`. Raises ValueError unless it has one of prompt and messages, of the right form."""
-    if (line.prompt is msgspec.UNSET) == (line.messages is msgspec.UNSET):
+    if (line.prompt is None) == (line.messages is None):
         raise ValueError("a line has either prompt or messages")
-    if line.messages is not msgspec.UNSET:
+    if line.messages is not None:
         msgspec.convert(line.messages, list[ChatMessage])
     return line

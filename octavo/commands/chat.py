@@ -8,10 +8,11 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from octavo.api_client import ApiClient
-from octavo.commands.flags import add_engine_flags, add_model, read_config, refuse_launcher_fields, typed_settings
+from octavo.commands.flags import add_engine_flags, add_model, read_config, typed_settings
 from octavo.errors import CommandError
 from octavo.own_server import own_server
 from octavo.sampling_flags import add_sampling_flags, sampling_values
+from octavo.settings import refuse_launcher_fields
 from octavo.terminal import Terminal, piped_lines, typed_lines
 from protocol.config import ConfigError
 
@@ -21,7 +22,7 @@ MODEL_HELP = (
     " running server is asked"
 )
 # One answer at a time, of which only the text is shown; --seed is the sampling's.
-NOT_IN_A_TERMINAL = ("n", "logprobs")
+NOT_IN_A_TERMINAL = ("n", "logprobs", "prompt_logprobs")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +95,7 @@ def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
         flag = "--url" if flags["url"] else "--api-key"
         raise ConfigError(f"{flag} is for a running server, and MODEL starts one for this command alone: give one")
     config = read_config({"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
-    refuse_launcher_fields(config)
+    refuse_launcher_fields(config, "this command")
     print(f"Starting {config.model}", file=sys.stderr)
     with own_server(config) as (url, key):
         yield url, key

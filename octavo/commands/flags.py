@@ -33,8 +33,6 @@ FLAG_GROUPS = {
     ),
     "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
 }
-# The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
-LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
 
 
 def add_model(parser: argparse.ArgumentParser, shown: str = MODEL_HELP) -> None:
@@ -63,11 +61,3 @@ def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 def read_config(flags: Mapping[str, Any]) -> Config:
     """Return the Config of the environment and `flags`. Raises ConfigError."""
     return load_config(os.environ, typed_settings(flags))
-
-
-def refuse_launcher_fields(config: Config) -> None:
-    """Raise ConfigError for what only processes that are started one by one may be told."""
-    for name in LAUNCHER_FIELDS:
-        if getattr(config, name) != FIELDS[name].default:
-            variable = f"OCTAVO_{name.upper()}"
-            raise ConfigError(f"{variable} is for processes started one by one; `octavo serve` chooses its own")

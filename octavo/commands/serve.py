@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config, refuse_launcher_fields
+from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
 from octavo.dry_run import dry_run
 from octavo.launcher import listening_port, serve
 from octavo.resolve import resolve_model
+from octavo.settings import refuse_launcher_fields
 from protocol.config import add_flags
 from protocol.process import LIFELINE_FLAG, configure_logging, end_with_parent
 
@@ -31,7 +32,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
-    refuse_launcher_fields(config)
+    refuse_launcher_fields(config, "`octavo serve`")
     configure_logging("octavo", config.log_level)
     if flags["lifeline_fd"] is not None:
         end_with_parent(flags["lifeline_fd"])

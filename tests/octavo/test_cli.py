@@ -10,7 +10,7 @@ import pytest
 
 from octavo import __version__
 from octavo.cli import build_parser, main
-from octavo.commands.flags import LAUNCHER_FIELDS
+from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
 
 

@@ -4,7 +4,9 @@ import pytest
 
 from octavo.event_stream import event_payloads
 
-STREAM = 'data: {"a": 1}\r\n\r\n: ping\n\ndata:two\ndata: lines\r\rid: 7\n\ndata: \u2028 🫠\x0b.\n\ndata: [DONE]\n\n'.encode()
+STREAM = (
+    'data: {"a": 1}\r\n\r\n: ping\n\ndata:two\ndata: lines\r\rid: 7\n\ndata: \u2028 🫠\x0b.\n\ndata: [DONE]\n\n'
+).encode()
 PAYLOADS = ['{"a": 1}', "two\nlines", "\u2028 🫠\x0b.", "[DONE]"]
 
 

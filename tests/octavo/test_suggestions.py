@@ -7,16 +7,63 @@ from protocol.config import FIELDS
 from protocol.suggestions import suggestion
 
 # Of vLLM's flags, those of which ours have one with similar letters.
-WITHOUT_A_LIKENESS = """
---all2all-backend --api-server-count --chat-template --compilation-config --config --convert --cpu-offload-gb
---data-parallel-rank --disable-uvicorn-access-log --distributed-executor-backend --download-dir --enable-expert-parallel
---enable-lora --enable-eplb --enable-sleep-mode --grpc-port --headless --hf-overrides --kv-cache-metrics
---kv-transfer-config --language-model-only --lora-dtype --lora-modules --master-port --max-cpu-loras --max-log-len
---max-logprobs --max-lora-rank --max-num-active-seqs --max-num-queued-tokens --model-impl --model-loader-extra-config
---nnodes --node-rank --override-generation-config --pooler-config --prefill-context-parallel-size
---prefix-caching-hash-algo --profiler-config --reasoning-parser --revision --root-path --runner --scheduling-policy
---spec-model --speculative-config --ssl-keyfile --tokenizer --tokenizer-mode --tool-call-parser --uds -O -cc -dcp -ep
-""".split()
+WITHOUT_A_LIKENESS = [
+    "--all2all-backend",
+    "--api-server-count",
+    "--chat-template",
+    "--compilation-config",
+    "--config",
+    "--convert",
+    "--cpu-offload-gb",
+    "--data-parallel-rank",
+    "--disable-uvicorn-access-log",
+    "--distributed-executor-backend",
+    "--download-dir",
+    "--enable-expert-parallel",
+    "--enable-lora",
+    "--enable-eplb",
+    "--enable-sleep-mode",
+    "--grpc-port",
+    "--headless",
+    "--hf-overrides",
+    "--kv-cache-metrics",
+    "--kv-transfer-config",
+    "--language-model-only",
+    "--lora-dtype",
+    "--lora-modules",
+    "--master-port",
+    "--max-cpu-loras",
+    "--max-log-len",
+    "--max-logprobs",
+    "--max-lora-rank",
+    "--max-num-active-seqs",
+    "--max-num-queued-tokens",
+    "--model-impl",
+    "--model-loader-extra-config",
+    "--nnodes",
+    "--node-rank",
+    "--override-generation-config",
+    "--pooler-config",
+    "--prefill-context-parallel-size",
+    "--prefix-caching-hash-algo",
+    "--profiler-config",
+    "--reasoning-parser",
+    "--revision",
+    "--root-path",
+    "--runner",
+    "--scheduling-policy",
+    "--spec-model",
+    "--speculative-config",
+    "--ssl-keyfile",
+    "--tokenizer",
+    "--tokenizer-mode",
+    "--tool-call-parser",
+    "--uds",
+    "-O",
+    "-cc",
+    "-dcp",
+    "-ep",
+]
 
 
 def known_flags() -> list[str]:
