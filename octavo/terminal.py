@@ -73,7 +73,8 @@ class Terminal:
             if not self._interactive:
                 raise
         except ApiError as error:
-            self._end_line(answer)
+            if answer.text:
+                self._end_line(answer)
             if not self._interactive:
                 raise
             print(f"octavo: {error}", file=sys.stderr)
