@@ -39,7 +39,12 @@ class Process(subprocess.Popen[bytes]):
     """
 
     def __init__(
-        self, command: Sequence[str], *, environ: Mapping[str, str] | None = None, stderr: int | None = None
+        self,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.lifeline = Lifeline()
         try:
@@ -47,6 +52,7 @@ class Process(subprocess.Popen[bytes]):
                 [*command, LIFELINE_FLAG, str(self.lifeline.fd)],
                 env=environ,
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=stderr,
                 pass_fds=[self.lifeline.fd],
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order

@@ -10,6 +10,7 @@ EXTRAS = {
     "gateway": (
         "gguf",
         "httptools",
+        "httpx",
         "huggingface_hub",
         "jinja2",
         "numpy",

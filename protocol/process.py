@@ -13,8 +13,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import Config, ConfigError, add_flags, load_config, nearest
+from protocol.config import Config, ConfigError, add_flags, load_config
 from protocol.lifeline import LIFELINE_FLAG, Heart
+from protocol.suggestions import suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
@@ -30,7 +31,7 @@ class ArgumentParser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
-            self.error(f"unknown argument {flag}{nearest(flag, self._option_string_actions)}")
+            self.error(f"unknown argument {flag}{suggestion(flag, self._option_string_actions)}")
         return values, unknown
 
     def error(self, message: str) -> NoReturn:

@@ -172,7 +172,7 @@ def test_the_command_runs_outside_the_checkout(
         (
             ["octavo", "serve", "--dry-run"],
             1,
-            'octavo: octavo serve --dry-run needs gguf, {}: pip install "octavo[gateway,executor]"\n',
+            'octavo: octavo serve needs gguf, {}: pip install "octavo[gateway,executor]"\n',
         ),
         (["octavo", "pull"], 1, 'octavo: octavo pull needs gguf, {}: pip install "octavo[gateway]"\n'),
         (["gateway"], 2, 'python -m gateway: it needs gguf, {}: pip install "octavo[gateway]"\n'),
