@@ -8,6 +8,7 @@ from octavo.shadows import require_ours
 require_ours("protocol")
 
 from protocol import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
+from protocol.extras import require_extras  # noqa: E402
 
 if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM
@@ -32,6 +33,8 @@ def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     require_ours("gateway")
+    if name in ("LLM", "AsyncLLM"):
+        require_extras(f"octavo.{name}", "gateway", "executor")
     return getattr(import_module(MODULES[name]), name)
 
 

@@ -50,7 +50,7 @@ class Launcher:
         while not self.stopping:
             if ended := self.processes.ended():
                 raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
-            if _answers(health_url(self.config)):
+            if answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
             time.sleep(POLL_S)
@@ -130,7 +130,7 @@ def _reachable_host(host: str) -> str:
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=2) as response:

@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from protocol.config import FIELDS, Config, ConfigError, describe, load_config, nearest
+from protocol.config import FIELDS, Config, ConfigError, describe, load_config
+from protocol.suggestions import suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
@@ -57,4 +58,4 @@ def _why(caller: str, name: str) -> str:
         return f": {caller} listens nowhere, {name} is for `octavo serve`"
     if name in LAUNCHER_FIELDS:
         return f": {caller} chooses its own"
-    return nearest(name, KEYWORDS)
+    return suggestion(name, KEYWORDS)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.suggestions import suggestion
+
 PREFIX = "OCTAVO_"
 
 
@@ -170,6 +172,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
     ] = 10.0
+    hang_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=2,
+            description="seconds without a sign of progress after which a process counts as hung: its parent"
+            " (`octavo serve` or `octavo supervise`) ends it and starts it again",
+        ),
+    ] = 60.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 
     def __post_init__(self) -> None:
@@ -188,6 +198,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 # Children other than the gateway never see these.
 SECRETS = ("api_key",)
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 
 
 def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Config:
@@ -202,7 +213,7 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
             values[_field_of(key)] = text
     for name, value in (overrides or {}).items():
         if name not in FIELDS:
-            raise ConfigError(f"unknown setting {name}{nearest(name, FIELDS)}")
+            raise ConfigError(f"unknown setting {name}{suggestion(name, FIELDS)}")
         values[name] = value
     converted: dict[str, Any] = {name: _convert(name, value) for name, value in values.items()}
     if converted.get("generation_config") == "vllm":
@@ -226,7 +237,8 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str] = tuple(F
     """Give `parser` one --flag for each field; only the flags that were given appear in what it parses."""
     for name in names:
         shown, options = _flag_options(name)
-        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=shown, **options)
+        flags = ("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()))
+        parser.add_argument(*flags, default=argparse.SUPPRESS, help=shown, **options)
 
 
 def describe(name: str) -> str:
@@ -260,13 +272,13 @@ def _field_of(variable: str) -> str:
     """Return the name of the field that OCTAVO_<NAME> sets. Raises ConfigError."""
     known = {PREFIX + name.upper(): name for name in FIELDS}
     if variable not in known:
-        raise ConfigError(f"unknown variable {variable}{nearest(variable, known)}")
+        raise ConfigError(f"unknown variable {variable}{suggestion(variable, known)}")
     return known[variable]
 
 
 def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
     field = FIELDS[name]
-    base = _base_type(field.type)
+    base = base_type(field.type)
     shown = describe(name).replace("%", "%%")
     if base is bool:
         return shown, {"action": argparse.BooleanOptionalAction}
@@ -289,7 +301,7 @@ def _show(value: object) -> str:
 
 def _convert(name: str, value: object) -> object:
     kind = FIELDS[name].type
-    base = _base_type(kind)
+    base = base_type(kind)
     try:
         if isinstance(value, str):
             if base is int:
@@ -299,12 +311,12 @@ def _convert(name: str, value: object) -> object:
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         shown = "used" if name in SECRETS else repr(value)
-        raise ConfigError(f"{name} cannot be {shown}: {_reason(kind, value, error)}") from None
+        raise ConfigError(f"{name} cannot be {shown}: {explain_value(kind, value, error)}") from None
 
 
-def _reason(kind: Any, value: object, error: Exception) -> str:
+def explain_value(kind: Any, value: object, error: Exception) -> str:
     """Return why `value` is not of type `kind`, in words for the person who typed it."""
-    base = _base_type(kind)
+    base = base_type(kind)
     if typing.get_origin(base) is Literal:
         choices = typing.get_args(base)
         return f"it is one of {', '.join(choices)}{nearest(str(value), choices)}"
@@ -312,41 +324,41 @@ def _reason(kind: Any, value: object, error: Exception) -> str:
         return "it is true or false"
     if isinstance(error, json.JSONDecodeError):
         return f"it begins like a JSON list, but is none: {error}"
-    if titles := [meta.title for meta in (*_metas(kind), *_metas(base)) if meta.title]:
+    if titles := [meta.title for meta in (*metas_of(kind), *metas_of(base)) if meta.title]:
         return f"it takes {titles[0]}"
     if not isinstance(error, msgspec.ValidationError):
         return str(error)
-    return f"it is a number{_range(kind)}"
+    return f"it is a number{range_of(kind)}"
 
 
-def _range(kind: Any) -> str:
+def range_of(kind: Any) -> str:
     """Return the bounds of a number's type in words, such as " of at least 1 and at most 1024"."""
     bounds = (("at least", "ge"), ("more than", "gt"), ("at most", "le"), ("less than", "lt"))
     found = [
-        f"{words} {bound}"
+        f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
         for words, attribute in bounds
-        for meta in _metas(kind)
+        for meta in metas_of(kind)
         if (bound := getattr(meta, attribute)) is not None
     ]
     return " of " + " and ".join(found) if found else ""
 
 
-def _base_type(kind: Any) -> Any:
+def base_type(kind: Any) -> Any:
     """Return the plain type inside Annotated and `| None`."""
     if typing.get_origin(kind) is Annotated:
-        return _base_type(typing.get_args(kind)[0])
+        return base_type(typing.get_args(kind)[0])
     options = [option for option in typing.get_args(kind) if option is not type(None)]
     if len(options) == 1 and type(None) in typing.get_args(kind):
-        return _base_type(options[0])
+        return base_type(options[0])
     return kind
 
 
 def _description(kind: Any) -> str:
-    return next((meta.description for meta in _metas(kind) if meta.description), "")
+    return next((meta.description for meta in metas_of(kind) if meta.description), "")
 
 
-def _metas(kind: Any) -> list[Meta]:
+def metas_of(kind: Any) -> list[Meta]:
     """Return what the Annotated type `kind`, or such an option of a union, says of itself."""
     if typing.get_origin(kind) is Annotated:
         return [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
-    return [meta for option in typing.get_args(kind) for meta in _metas(option)]
+    return [meta for option in typing.get_args(kind) for meta in metas_of(option)]

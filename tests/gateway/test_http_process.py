@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from octavo.processes import Process
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
 from tests.fakes.model_directories import VOCAB_SIZE
+from tests.fakes.waiting import has_beaten, wait_until
 
 COMMAND = [sys.executable, "-P", "-m", "gateway"]
 ROOT = Path(__file__).parents[2]
@@ -76,12 +79,33 @@ async def is_healthy(http: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
+def test_it_beats_and_ends_with_its_parent(tiny_model: Path) -> None:
+    with Process([*COMMAND, "--port", "0"], environ=environ(model=str(tiny_model))) as process:
+        wait_until(lambda: has_beaten(process.lifeline))
+        process.lifeline.close()
+        assert process.wait(20) == 0
+
+
 def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None:
     with gateway("--host", "0.0.0.0", model=str(tiny_model)) as (_, _, lines):
         assert [line for line in lines if "no API key is set" in line]
     with gateway("--host", "0.0.0.0", "--api-key", "k", model=str(tiny_model)) as (_, _, lines):
         assert not [line for line in lines if " W gateway" in line]
         assert [line for line in lines if " I gateway" in line]
+
+
+async def test_a_key_may_come_from_the_variable(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address, "api_key": "my-secret-key"}
+        async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
+            with gateway(**settings) as (_, url, _):
+                while not await is_healthy(http, url):
+                    pass
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client:
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.models.list()
+                    assert (await client.with_options(api_key="my-secret-key").models.list()).data
 
 
 def test_a_port_that_is_taken_is_named(tiny_model: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli import LAUNCHER_FIELDS, build_parser, main
+from octavo.cli import build_parser, main
+from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
 
 
@@ -177,7 +178,7 @@ def test_a_host_that_is_not_this_machines_is_one_paragraph(
 
 
 def test_names_may_be_given_one_by_one() -> None:
-    flags = build_parser().parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
+    flags = build_parser("serve").parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
     assert flags.served_model_name == ["a", "b", "c"]
 
 
