@@ -4,6 +4,7 @@ import signal
 import sys
 import time
 
+from protocol.extras import imports_of
 from protocol.process import start_process
 
 FIELDS = (
@@ -38,11 +39,12 @@ def main() -> int:
         signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    import kernels  # noqa: F401
-    from executor.group import Relay, follow
-    from executor.parallel import GroupLostError
-    from executor.server import serve
-    from executor.startup import logger, start_executor
+    with imports_of("python -m executor", "executor"):
+        import kernels  # noqa: F401
+        from executor.group import Relay, follow
+        from executor.parallel import GroupLostError
+        from executor.server import serve
+        from executor.startup import logger, start_executor
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:

@@ -7,13 +7,16 @@ import socket
 import sys
 from ipaddress import ip_address
 
-import uvicorn
-from starlette.applications import Starlette
-
-from gateway.app import create_app
-from gateway.http_protocol import BoundedHttpProtocol
 from protocol.config import Config
+from protocol.extras import imports_of
 from protocol.process import start_process
+
+with imports_of("python -m gateway", "gateway"):
+    import uvicorn
+    from starlette.applications import Starlette
+
+    from gateway.app import create_app
+    from gateway.http_protocol import BoundedHttpProtocol
 
 FIELDS = (
     "model",

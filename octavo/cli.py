@@ -11,6 +11,7 @@ from octavo.errors import ModelError
 from octavo.launcher import LaunchError, listening_port, serve
 from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
+from protocol.extras import MissingExtraError, require_extras
 from protocol.process import ArgumentParser, configure_logging
 
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(command(_config(flags)))
     except ConfigError as error:
         parser.error(str(error))
-    except (LaunchError, ModelError) as error:
+    except (LaunchError, MissingExtraError, ModelError) as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -86,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_serve(config: Config) -> int:
     _refuse_launcher_fields(config)
+    require_extras("octavo serve", "gateway", "executor")
     configure_logging("octavo", config.log_level)
     listening_port(config)
     resolved = resolve_model(
@@ -98,11 +100,13 @@ def run_serve(config: Config) -> int:
 
 
 def run_dry(config: Config) -> int:
+    require_extras("octavo serve --dry-run", "gateway", "executor")
     configure_logging("octavo", config.log_level)
     return dry_run(config)
 
 
 def run_pull(config: Config) -> int:
+    require_extras("octavo pull", "gateway")
     configure_logging("octavo", config.log_level)
     print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
     return 0

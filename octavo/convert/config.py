@@ -1,11 +1,12 @@
 """A GGUF file's metadata as config.json."""
 
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from octavo.convert.metadata import Count, GGUFFile, Positive
 from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -91,6 +92,8 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
 
 def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Llama 3's parameters, recovered from the factors and proven by computing the factors again."""
+    import numpy as np
+
     stored = np.array(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
     factor = float(stored.max(initial=1.0))
     theta = file.get(f"{file.architecture}.rope.freq_base", Positive, 10000.0)
@@ -103,8 +106,10 @@ def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
 
 
-def _llama3_factors(factor: float, theta: float, head_dim: int) -> np.ndarray:
+def _llama3_factors(factor: float, theta: float, head_dim: int) -> "np.ndarray":
     """By how much each frequency is divided: 1 for short wavelengths, `factor` for long ones, smooth between."""
+    import numpy as np
+
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
     turns = LLAMA3_ROPE["original_max_position_embeddings"] / wavelengths

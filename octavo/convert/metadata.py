@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 
 from octavo.errors import ModelError
 
@@ -75,4 +74,6 @@ class GGUFFile:
 
 def shortest_float(value: float) -> float:
     """The number that was meant by a float32 which was widened: 9.999999747378752e-06 is 1e-05."""
+    import numpy as np
+
     return float(str(np.float32(value)))

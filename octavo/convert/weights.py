@@ -6,12 +6,13 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from octavo.convert.metadata import GGUFFile
 from octavo.errors import ModelError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER = {
@@ -44,7 +45,7 @@ class Weight:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * NUM_BYTES_BF16
 
-    def read(self) -> np.ndarray:
+    def read(self) -> "np.ndarray":
         """The values, float32 `[*shape]`."""
         from gguf import dequantize
 
@@ -88,7 +89,7 @@ def write_safetensors(path: Path, weights: list[Weight], title: str) -> None:
         os.fsync(file.fileno())
 
 
-def deinterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
+def deinterleave(rows: "np.ndarray", num_heads: int) -> "np.ndarray":
     """Undo llama.cpp's order of rotary rows, `[num_heads * head_dim, ...]` to the same shape.
 
     Llama's checkpoints rotate row i with row i + head_dim/2 of a head; llama.cpp rotates neighbours, so its

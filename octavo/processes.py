@@ -1,0 +1,181 @@
+"""The child processes of one server: started, watched, started again when they end, and ended together."""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from protocol.config import Config, child_environ
+from protocol.process import LIFELINE_FLAG
+
+logger = logging.getLogger(__name__)
+
+STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
+STOP_GRACE_S = 8.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
+STABLE_AFTER_S = 60.0  # a life this long makes the next restart prompt again
+POLL_S = 0.1
+
+Process = subprocess.Popen[bytes]
+
+
+class Backoff:
+    """How long to wait before the next life of a process: it doubles from one to the next while lives are short."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_BACKOFF_S
+
+    def after(self, lived_s: float) -> float:
+        """Return the seconds to wait after a life of `lived_s` seconds."""
+        wait_s = FIRST_BACKOFF_S if lived_s > STABLE_AFTER_S else self._next_s
+        self._next_s = min(2 * wait_s, LONGEST_BACKOFF_S)
+        return wait_s
+
+
+class Child:
+    """One role: the processes of its present life, and when the next may begin.
+
+    `start` begins a life. There are several processes of an executor's ranks, which live and die together.
+    """
+
+    def __init__(self, role: str, start: Callable[[], Sequence[Process]]) -> None:
+        self.role, self._start = role, start
+        self.processes = start()
+        self._started_at_s = time.monotonic()
+        self._restart_at_s: float | None = None
+        self._backoff = Backoff()
+
+    def ended(self) -> str | None:
+        """Return which process has ended and how, if there is one."""
+        for rank, process in enumerate(self.processes):
+            if (status := process.poll()) is not None:
+                name = self.role if len(self.processes) == 1 else f"rank {rank} of the {self.role}"
+                how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+                return f"{name} {how}"
+        return None
+
+    def revive(self, now_s: float) -> None:
+        """Start it again if it has ended, after a wait that grows while its lives are short. To be called often."""
+        ended = self.ended()
+        if ended is None:
+            return
+        if self._restart_at_s is None:
+            end_processes(self.processes)
+            lived_s = now_s - self._started_at_s
+            wait_s = self._backoff.after(lived_s)
+            self._restart_at_s = now_s + wait_s
+            logger.error("the %s after %.0f s; it starts again in %.1f s", ended, lived_s, wait_s)
+        elif now_s >= self._restart_at_s:
+            self.processes = self._start()
+            self._started_at_s, self._restart_at_s = time.monotonic(), None
+
+    def end(self) -> None:
+        """End its processes: ask, and kill what has not ended in time."""
+        end_processes(self.processes)
+
+
+class Processes:
+    """The children of one server on one machine: one of each of `roles`, an executor's ranks counting as one.
+
+    A pipe ties every child to this process: when it ends, however it ends, its end of the pipe closes and they stop.
+    One thread at a time uses an object; no signal is handled here. `stderr` is the descriptor of the children's log,
+    this process's own if it is None.
+    """
+
+    def __init__(self, config: Config, roles: Sequence[str], *, stderr: int | None = None) -> None:
+        self.config, self._roles, self._stderr = config, roles, stderr
+        self.children: dict[str, Child] = {}
+        self._num_executor_lives = 0
+        self._lifeline, self._lifeline_end = os.pipe()
+
+    def start(self) -> None:
+        """Start all. What began has to be stopped also if this raises (an OSError)."""
+        for role in self._roles:
+            self.children[role] = Child(role, lambda role=role: self._start(role))  # type: ignore[misc]
+
+    def ended(self) -> str | None:
+        """Return which process has ended and how, if there is one."""
+        return next((ended for child in self.children.values() if (ended := child.ended())), None)
+
+    def revive(self) -> None:
+        """Start again what has ended, each after its wait. To be called every POLL_S."""
+        for child in self.children.values():
+            child.revive(time.monotonic())
+
+    def stop(self) -> None:
+        """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too."""
+        for role in STOP_ORDER:
+            if role in self.children:
+                self.children[role].end()
+        os.close(self._lifeline_end)
+        os.close(self._lifeline)
+
+    def _start(self, role: str) -> list[Process]:
+        if role != "executor":
+            return [self._start_process(role, self.config)]
+        self._num_executor_lives += 1
+        return [self._start_process(role, config) for config in rank_configs(self.config, self._num_executor_lives)]
+
+    def _start_process(self, role: str, config: Config) -> Process:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", role, LIFELINE_FLAG, str(self._lifeline)],
+            env=child_environ(config, os.environ, secrets=role == "gateway"),
+            stdin=subprocess.DEVNULL,
+            stderr=self._stderr,
+            pass_fds=[self._lifeline],
+            start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
+        )
+
+
+def end_processes(processes: Sequence[Process]) -> None:
+    """End the processes of one role: ask all at once, and kill what has not ended in time."""
+    deadline_s = time.monotonic() + STOP_GRACE_S
+    for process in processes:
+        process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def rank_configs(config: Config, life: int) -> list[Config]:
+    """Return the Config of each rank of the executor, which meet where no other life of it does."""
+    if config.tensor_parallel_size == 1:
+        return [config]
+    address = f"{config.distributed_address}-{life}"
+    return [
+        msgspec.structs.replace(config, rank=rank, distributed_address=address)
+        for rank in range(config.tensor_parallel_size)
+    ]
+
+
+def with_sockets_in(directory: Path, config: Config) -> Config:
+    """Return `config` for a server whose processes meet in `directory`."""
+    return msgspec.structs.replace(
+        config,
+        frontend_address=f"ipc://{directory}/frontend",
+        backend_address=f"ipc://{directory}/backend",
+        distributed_address=f"file://{directory}/ranks",
+    )
+
+
+@contextmanager
+def socket_directory() -> Iterator[Path]:
+    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    path = Path(tempfile.mkdtemp(prefix="octavo-", dir=base if base and os.access(base, os.W_OK) else "/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""The optional parts of the installation, and the one sentence that a person reads where one is missing."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# The modules of each of pyproject.toml's extras that our code imports.
+EXTRAS = {
+    "gateway": (
+        "gguf",
+        "httptools",
+        "huggingface_hub",
+        "jinja2",
+        "numpy",
+        "prometheus_client",
+        "starlette",
+        "tokenizers",
+        "tqdm",
+        "transformers",
+        "uvicorn",
+        "uvloop",
+    ),
+    "executor": (
+        "huggingface_hub",
+        "llvmlite",
+        "numba",
+        "numpy",
+        "safetensors",
+        "torch",
+        "tqdm",
+        "transformers",
+    ),
+}
+
+
+class MissingExtraError(Exception):
+    """What was asked for needs packages that are not installed; the message has the command that installs them."""
+
+
+def require_extras(what: str, *extras: str) -> None:
+    """Raise MissingExtraError unless `what` can import all modules of `extras`. None is imported here."""
+    lacking = [extra for extra in extras if any(importlib.util.find_spec(module) is None for module in EXTRAS[extra])]
+    if lacking:
+        absent = (module for module in EXTRAS[lacking[0]] if importlib.util.find_spec(module) is None)
+        raise MissingExtraError(_sentence(what, next(absent), lacking))
+
+
+@contextmanager
+def imports_of(process: str, extra: str) -> Iterator[None]:
+    """End the process with status 2 and one sentence if an import in the body lacks a module of `extra`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS[extra]:
+            raise
+        print(f"{process}: {_sentence('it', error.name, [extra])}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _sentence(what: str, module: str, extras: list[str]) -> str:
+    return (
+        f"{what} needs {module}, which is not installed here; this installs all that is needed: "
+        f'pip install "octavo[{",".join(extras)}]"'
+    )

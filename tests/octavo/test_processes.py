@@ -1,0 +1,53 @@
+import subprocess
+import sys
+
+import pytest
+
+from octavo.processes import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, STABLE_AFTER_S, Backoff, Child
+
+
+def ended_process(code: str) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-S", "-c", code])
+    process.wait()
+    return process
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        (["raise SystemExit(3)"], "executor ended with status 3"),
+        (["import os; os.kill(os.getpid(), 9)"], "executor was ended by signal 9"),
+        (["raise SystemExit(1)", "pass"], "rank 0 of the executor ended with status 1"),
+    ],
+)
+def test_who_ended_and_how_is_said(codes: list[str], said: str) -> None:
+    assert Child("executor", lambda: [ended_process(code) for code in codes]).ended() == said
+
+
+def test_nobody_ended() -> None:
+    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert Child("executor", lambda: [process]).ended() is None
+    process.communicate(b"\n")
+
+
+def test_waits_double_while_lives_are_short() -> None:
+    backoff = Backoff()
+    assert [backoff.after(1.0) for _ in range(3)] == [FIRST_BACKOFF_S * 2**i for i in range(3)]
+    assert [backoff.after(1.0) for _ in range(9)][-1] == LONGEST_BACKOFF_S
+    assert backoff.after(STABLE_AFTER_S + 1) == FIRST_BACKOFF_S
+
+
+def test_what_ended_starts_again_only_after_its_wait() -> None:
+    lives: list[subprocess.Popen[bytes]] = []
+
+    def start() -> list[subprocess.Popen[bytes]]:
+        lives.append(ended_process("pass"))
+        return lives[-1:]
+
+    child = Child("scheduler", start)
+    begun_s = 1e9  # long after the start: the first wait is the shortest
+    child.revive(begun_s)
+    child.revive(begun_s + FIRST_BACKOFF_S / 2)
+    assert len(lives) == 1
+    child.revive(begun_s + FIRST_BACKOFF_S)
+    assert child.processes == [lives[1]]
