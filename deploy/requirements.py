@@ -1,7 +1,7 @@
 """Print what pyproject.toml wants for some extras, for `pip install --requirement`: a layer that code does not change.
 
-    python deploy/requirements.py gateway
-    python deploy/requirements.py executor --without triton
+python deploy/requirements.py gateway
+python deploy/requirements.py executor --without triton
 """
 
 import argparse

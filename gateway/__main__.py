@@ -1,5 +1,6 @@
 """`python -m gateway`: serve HTTP until SIGINT or SIGTERM."""
 
+import asyncio
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ with imports_of("python -m gateway", "gateway"):
 
     from gateway.app import create_app
     from gateway.http_protocol import BoundedHttpProtocol
+    from gateway.listener import listen, turn_away
 
 FIELDS = (
     "model",
@@ -29,8 +31,9 @@ FIELDS = (
     "frontend_address",
     "schedulers",
     "peer_timeout_s",
+    "shutdown_grace_s",
 )
-GRACE_S = 5  # for open streams, once told to stop
+LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
@@ -58,17 +61,18 @@ def main() -> int:
         return _serve(app, config, listener)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host` (a name or an address of either kind). Raises OSError."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=2048)
-    # Connections inherit it. Without it each small write waits for the client's delayed acknowledgement, 40 ms.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
+class Server(uvicorn.Server):
+    """uvicorn, but a connection that was accepted, by whichever side, is not lost when the server is told to stop."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or []:
+            turn_away(listener)
+        await asyncio.sleep(LAST_ACCEPTS_S)
+        await super().shutdown(sockets)
 
 
 def _serve(app: Starlette, config: Config, listener: socket.socket) -> int:
-    server = uvicorn.Server(uvicorn_config(app, config))
+    server = Server(uvicorn_config(app, config))
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
@@ -90,7 +94,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=config.shutdown_grace_s,
     )
 
 

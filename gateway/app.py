@@ -24,6 +24,7 @@ from protocol import __version__
 from protocol.config import Config
 
 KEEP_ALIVE_S = 10.0
+FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, Service]]]
 
@@ -81,6 +82,8 @@ def _lifespan(config: Config, model_names: tuple[str, ...], metrics: Metrics, ke
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
         async with Engine(scheduler_clients(config), files.tokenizer) as engine:
             metrics.registry.register(SchedulerCollector(engine, model_names[0]))
+            # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
+            await engine.first_answer(FIRST_ANSWER_S)
             yield {"service": Service(model_names, files, engine, metrics, seeds, keep_alive_s)}
         files.tokenizer.close()
 

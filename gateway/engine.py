@@ -141,6 +141,13 @@ class Engine:
     ) -> None:
         await asyncio.gather(*(client.close() for client in self._clients))
 
+    async def first_answer(self, timeout_s: float) -> None:
+        """Return once a scheduler has answered, and after `timeout_s` in any case."""
+        waits = [asyncio.create_task(client.first_answer()) for client in self._clients]
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+
     @property
     def ready(self) -> Ready | None:
         """What the scheduler that would get the next request last said of itself; None while none answers."""

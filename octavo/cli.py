@@ -28,7 +28,7 @@ DRY_RUN_HELP = (
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "log_level"),
+    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "shutdown_grace_s", "log_level"),
     "model": (
         "trust_remote_code",
         "load_format",

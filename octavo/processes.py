@@ -20,7 +20,7 @@ from protocol.process import LIFELINE_FLAG
 logger = logging.getLogger(__name__)
 
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
-STOP_GRACE_S = 8.0
+STOP_GRACE_S = 8.0  # a gateway has that and its own grace for streams
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STABLE_AFTER_S = 60.0  # a life this long makes the next restart prompt again
 POLL_S = 0.1
@@ -78,9 +78,9 @@ class Child:
             self.processes = self._start()
             self._started_at_s, self._restart_at_s = time.monotonic(), None
 
-    def end(self) -> None:
+    def end(self, grace_s: float = STOP_GRACE_S) -> None:
         """End its processes: ask, and kill what has not ended in time."""
-        end_processes(self.processes)
+        end_processes(self.processes, grace_s)
 
 
 class Processes:
@@ -115,7 +115,8 @@ class Processes:
         """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too."""
         for role in STOP_ORDER:
             if role in self.children:
-                self.children[role].end()
+                streams_s = self.config.shutdown_grace_s if role == "gateway" else 0
+                self.children[role].end(STOP_GRACE_S + streams_s)
         os.close(self._lifeline_end)
         os.close(self._lifeline)
 
@@ -136,9 +137,9 @@ class Processes:
         )
 
 
-def end_processes(processes: Sequence[Process]) -> None:
+def end_processes(processes: Sequence[Process], grace_s: float = STOP_GRACE_S) -> None:
     """End the processes of one role: ask all at once, and kill what has not ended in time."""
-    deadline_s = time.monotonic() + STOP_GRACE_S
+    deadline_s = time.monotonic() + grace_s
     for process in processes:
         process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
     for process in processes:
