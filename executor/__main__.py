@@ -31,9 +31,9 @@ FIELDS = (
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 if the model cannot be served or another rank has ended; a step that
-    raises is a traceback."""
-    config = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
+    """Return the exit status: 0 after a signal, 1 if another rank has ended or cannot be met, 2 if the model cannot be
+    served; a step that raises is a traceback."""
+    config, heart = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
         signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
@@ -48,9 +48,12 @@ def main() -> int:
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:
-        executor = start_executor(config)
+        executor = start_executor(config, heart)
     except ValueError as error:
         print(f"python -m executor: {error}", file=sys.stderr)
+        return 2
+    except GroupLostError as error:
+        logger.error("%s", error)
         return 1
     runner, parallel = executor.runner, executor.runner.parallel
     whom = config.backend_address if parallel.rank == 0 else "rank 0"
@@ -59,7 +62,7 @@ def main() -> int:
         if parallel.rank == 0:
             serve(config.backend_address, runner, executor.description, executor.progress, Relay(parallel))
         else:
-            follow(runner, parallel)
+            follow(runner, parallel, heart)
     except GroupLostError as error:
         logger.error("%s", error)
         return 1

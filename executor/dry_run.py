@@ -72,7 +72,7 @@ class Machine:
 
 
 def main() -> int:
-    config = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
+    config, _ = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
     try:
         chosen = kernels.choose_backend(config.attention_backend)
         plan = make_plan(config, chosen)

@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed
 
-from executor.parallel import ALONE, TensorParallel
+from executor.parallel import ALONE, GroupLostError, TensorParallel
 from executor.runner import ModelRunner
 from protocol.config import Config
+from protocol.lifeline import Heart
 from protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode
 
 # Between two signs of life. A peer whose connection closes is noticed at once; this is for one that loads for long, or
@@ -29,7 +30,7 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 def join_group(config: Config, device: torch.device) -> TensorParallel:
     """Return this process's place in its group once all ranks are there.
 
-    Raises ValueError if they cannot meet.
+    Raises GroupLostError if they cannot meet, ValueError if they are not told where.
     """
     if config.tensor_parallel_size == 1:
         return ALONE
@@ -47,7 +48,7 @@ def join_group(config: Config, device: torch.device) -> TensorParallel:
             timeout=TIMEOUT,
         )
     except RuntimeError as error:
-        raise ValueError(f"the ranks cannot meet at {config.distributed_address}: {error}") from None
+        raise GroupLostError(f"the ranks cannot meet at {config.distributed_address}: {error}") from None
     return TensorParallel(config.rank, config.tensor_parallel_size, distributed.group.WORLD)
 
 
@@ -105,10 +106,11 @@ class Relay:
             self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
 
 
-def follow(runner: ModelRunner, parallel: TensorParallel) -> None:
+def follow(runner: ModelRunner, parallel: TensorParallel, heart: Heart) -> None:
     """Do what rank 0 does, for ever. Raises GroupLostError when it is gone, and what a step raises."""
     while True:
         frame = _receive(parallel)
+        heart.beat()
         match decode_to_executor(frame) if frame else None:
             case Welcome():
                 runner.reset()

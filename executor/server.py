@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +19,7 @@ import zmq
 from executor.group import Relay
 from executor.launched import Launched
 from executor.runner import ModelRunner
+from protocol.lifeline import Heart
 from protocol.messages import (
     ExecutorReady,
     NeedInit,
@@ -43,14 +44,19 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(slots=True)
 class StepProgress:
-    """How far the step that runs has come. The main thread writes, the reporter reads: either number may lag."""
+    """How far the step that runs has come. The main thread writes, the reporter reads: either number may lag.
 
+    `heart` beats where there is progress, or nothing to do: not while a device is waited for.
+    """
+
+    heart: Heart = field(default_factory=Heart)
     step_id: int = 0
     layers_done: int = 0
 
     def count_layer(self, *_: object) -> None:
         """Count one more layer; a forward hook of each."""
         self.layers_done += 1
+        self.heart.beat()
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
@@ -128,6 +134,7 @@ class Server:
         if self._flight is not None:
             self._turn_in_flight(self._flight)
             return
+        self._progress.heart.beat()
         self._say_ready_if_due()
         if self._socket.poll(max(0, round(1000 * (self._ready_due_s - self._clock())))):
             self._take(self._socket.recv())
@@ -230,6 +237,7 @@ class Server:
         self._send(frame)
 
     def _end_step(self) -> None:
+        self._progress.heart.beat()
         self._last_end_s = self._clock()
         self._ready_due_s = self._last_end_s + INTERVAL_S
 

@@ -26,6 +26,7 @@ from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm
 from kernels import Backend, ChosenBackend
 from kernels.cpu import GroupwiseLinear
 from protocol.config import FIELDS, Config
+from protocol.lifeline import Heart
 from protocol.messages import ExecutorReady
 from protocol.sockets import new_identity
 
@@ -57,8 +58,12 @@ class Choices(NamedTuple):
     kv_dtype: torch.dtype
 
 
-def start_executor(config: Config) -> Executor:
-    """Return the executor of a model directory. Raises ValueError, for the operator, if it cannot be had."""
+def start_executor(config: Config, heart: Heart | None = None) -> Executor:
+    """Return the executor of a model directory.
+
+    Raises ValueError, for the operator, if it cannot be had, and GroupLostError if another rank ends meanwhile.
+    `heart` is to beat with every layer of a step.
+    """
     chosen = kernels.choose_backend(config.attention_backend)
     device = own_device(config, chosen.device)
     with phase("configuration"):
@@ -82,7 +87,7 @@ def start_executor(config: Config) -> Executor:
     if chosen.name == "triton" and device.type == "cuda" and not config.enforce_eager:
         with phase("CUDA graphs"):
             capture_graphs(runner, config.max_num_seqs, max_model_len)
-    progress = StepProgress()
+    progress = StepProgress(heart or Heart())
     for layer in model.layers:
         layer.register_forward_hook(progress.count_layer)
     description = ExecutorReady(

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 
 from protocol.config import Config
 from protocol.extras import imports_of
+from protocol.lifeline import Heart
 from protocol.process import start_process
 
 with imports_of("python -m gateway", "gateway"):
@@ -41,7 +42,9 @@ logger = logging.getLogger(__name__)
 
 def main() -> int:
     """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
-    config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS)
+    config, heart = start_process(
+        "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
+    )
     try:
         if not config.model:
             raise ValueError("no model: set --model to its directory")
@@ -58,21 +61,31 @@ def main() -> int:
         print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
         return 1
     with listener:
-        return _serve(app, config, listener)
+        return _serve(app, config, listener, heart)
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a connection that was accepted, by whichever side, is not lost when the server is told to stop."""
+    """uvicorn's server, whose event loop beats, and which loses no connection when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, heart: Heart) -> None:
+        super().__init__(config)
+        self._heart = heart
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second until the server has been asked to end."""
+        self._heart.beat()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called when it is told to stop: turn new connections away, serve those that were made, then end."""
         for listener in sockets or []:
             turn_away(listener)
         await asyncio.sleep(LAST_ACCEPTS_S)
         await super().shutdown(sockets)
 
 
-def _serve(app: Starlette, config: Config, listener: socket.socket) -> int:
-    server = Server(uvicorn_config(app, config))
+def _serve(app: Starlette, config: Config, listener: socket.socket, heart: Heart) -> int:
+    server = Server(uvicorn_config(app, config), heart)
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)

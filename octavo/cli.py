@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from octavo import __version__
+from octavo.commands import supervise
 from octavo.dry_run import dry_run
 from octavo.errors import ModelError
 from octavo.launcher import LaunchError, listening_port, serve
@@ -28,7 +29,7 @@ DRY_RUN_HELP = (
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "shutdown_grace_s", "log_level"),
+    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "hang_timeout_s", "log_level"),
     "model": (
         "trust_remote_code",
         "load_format",
@@ -62,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     flags = vars(parser.parse_args(argv))
-    command = flags.pop("command")
+    run, command = flags.pop("run", None), flags.pop("command", None)
     try:
-        return int(command(_config(flags)))
+        return int(run(flags) if run else command(_config(flags)))
     except ConfigError as error:
         parser.error(str(error))
     except (LaunchError, MissingExtraError, ModelError) as error:
@@ -82,6 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_pull(commands)
+    supervise.describe(commands.add_parser("supervise", help="keep one of the processes running"))
     return parser
 
 

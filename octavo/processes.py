@@ -8,24 +8,59 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from protocol.config import Config, child_environ
-from protocol.process import LIFELINE_FLAG
+from protocol.lifeline import LIFELINE_FLAG, Lifeline
 
 logger = logging.getLogger(__name__)
 
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
-STOP_GRACE_S = 8.0  # a gateway has that and its own grace for streams
+STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
 STABLE_AFTER_S = 60.0  # a life this long makes the next restart prompt again
+SHOW_STACKS_S, KILL_S = 0.5, 5.0  # what a hung process is given for either
 POLL_S = 0.1
 
-Process = subprocess.Popen[bytes]
+
+class Process(subprocess.Popen[bytes]):
+    """One of our processes, run by `command` in a session of its own and tied to this one by a lifeline.
+
+    When this process ends, however it ends, its end of the lifeline closes and the child stops by itself. Raises
+    OSError if the command cannot be run.
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, environ: Mapping[str, str] | None = None, stderr: int | None = None
+    ) -> None:
+        self.lifeline = Lifeline()
+        try:
+            super().__init__(
+                [*command, LIFELINE_FLAG, str(self.lifeline.fd)],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stderr=stderr,
+                pass_fds=[self.lifeline.fd],
+                start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
+            )
+        except OSError:
+            self.lifeline.close()
+            raise
+        self.lifeline.release()
+
+    def end_hung(self) -> None:
+        """End it without asking, once it has shown where its threads are (which one that is stopped cannot)."""
+        self.send_signal(signal.SIGQUIT)
+        for patience_s, end in ((SHOW_STACKS_S, self.kill), (KILL_S, lambda: None)):
+            try:
+                self.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                end()
 
 
 class Backoff:
@@ -44,11 +79,12 @@ class Backoff:
 class Child:
     """One role: the processes of its present life, and when the next may begin.
 
-    `start` begins a life. There are several processes of an executor's ranks, which live and die together.
+    `start` begins a life. There are several processes of an executor's ranks, which live and die together. One that
+    does not beat for `hang_timeout_s` is ended.
     """
 
-    def __init__(self, role: str, start: Callable[[], Sequence[Process]]) -> None:
-        self.role, self._start = role, start
+    def __init__(self, role: str, start: Callable[[], Sequence[Process]], hang_timeout_s: float) -> None:
+        self.role, self._start, self._hang_timeout_s = role, start, hang_timeout_s
         self.processes = start()
         self._started_at_s = time.monotonic()
         self._restart_at_s: float | None = None
@@ -58,13 +94,16 @@ class Child:
         """Return which process has ended and how, if there is one."""
         for rank, process in enumerate(self.processes):
             if (status := process.poll()) is not None:
-                name = self.role if len(self.processes) == 1 else f"rank {rank} of the {self.role}"
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-                return f"{name} {how}"
+                return f"{self._name(rank)} {how}"
         return None
 
     def revive(self, now_s: float) -> None:
-        """Start it again if it has ended, after a wait that grows while its lives are short. To be called often."""
+        """End it if it hangs; start it again if it has ended, after a wait that grows while its lives are short.
+
+        To be called often.
+        """
+        self._end_hung(now_s)
         ended = self.ended()
         if ended is None:
             return
@@ -75,18 +114,33 @@ class Child:
             self._restart_at_s = now_s + wait_s
             logger.error("the %s after %.0f s; it starts again in %.1f s", ended, lived_s, wait_s)
         elif now_s >= self._restart_at_s:
+            self._close()
             self.processes = self._start()
             self._started_at_s, self._restart_at_s = time.monotonic(), None
 
-    def end(self, grace_s: float = STOP_GRACE_S) -> None:
+    def end(self) -> None:
         """End its processes: ask, and kill what has not ended in time."""
-        end_processes(self.processes, grace_s)
+        end_processes(self.processes)
+        self._close()
+
+    def _end_hung(self, now_s: float) -> None:
+        for rank, process in enumerate(self.processes):
+            silence_s = process.lifeline.silence_s(now_s)
+            if silence_s > self._hang_timeout_s and process.poll() is None:
+                logger.error("the %s hangs: no sign of progress for %.0f s; it is ended", self._name(rank), silence_s)
+                process.end_hung()
+
+    def _name(self, rank: int) -> str:
+        return self.role if len(self.processes) == 1 else f"rank {rank} of the {self.role}"
+
+    def _close(self) -> None:
+        for process in self.processes:
+            process.lifeline.close()
 
 
 class Processes:
     """The children of one server on one machine: one of each of `roles`, an executor's ranks counting as one.
 
-    A pipe ties every child to this process: when it ends, however it ends, its end of the pipe closes and they stop.
     One thread at a time uses an object; no signal is handled here. `stderr` is the descriptor of the children's log,
     this process's own if it is None.
     """
@@ -95,12 +149,11 @@ class Processes:
         self.config, self._roles, self._stderr = config, roles, stderr
         self.children: dict[str, Child] = {}
         self._num_executor_lives = 0
-        self._lifeline, self._lifeline_end = os.pipe()
 
     def start(self) -> None:
         """Start all. What began has to be stopped also if this raises (an OSError)."""
         for role in self._roles:
-            self.children[role] = Child(role, lambda role=role: self._start(role))  # type: ignore[misc]
+            self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
 
     def ended(self) -> str | None:
         """Return which process has ended and how, if there is one."""
@@ -115,10 +168,7 @@ class Processes:
         """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too."""
         for role in STOP_ORDER:
             if role in self.children:
-                streams_s = self.config.shutdown_grace_s if role == "gateway" else 0
-                self.children[role].end(STOP_GRACE_S + streams_s)
-        os.close(self._lifeline_end)
-        os.close(self._lifeline)
+                self.children[role].end()
 
     def _start(self, role: str) -> list[Process]:
         if role != "executor":
@@ -127,19 +177,13 @@ class Processes:
         return [self._start_process(role, config) for config in rank_configs(self.config, self._num_executor_lives)]
 
     def _start_process(self, role: str, config: Config) -> Process:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", role, LIFELINE_FLAG, str(self._lifeline)],
-            env=child_environ(config, os.environ, secrets=role == "gateway"),
-            stdin=subprocess.DEVNULL,
-            stderr=self._stderr,
-            pass_fds=[self._lifeline],
-            start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
-        )
+        environ = child_environ(config, os.environ, secrets=role == "gateway")
+        return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
 
 
-def end_processes(processes: Sequence[Process], grace_s: float = STOP_GRACE_S) -> None:
+def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
     """End the processes of one role: ask all at once, and kill what has not ended in time."""
-    deadline_s = time.monotonic() + grace_s
+    deadline_s = time.monotonic() + STOP_GRACE_S
     for process in processes:
         process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
     for process in processes:

@@ -170,9 +170,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
     ] = 10.0
-    shutdown_grace_s: Annotated[
-        int, Meta(ge=0, description="seconds that a gateway which is told to stop gives to open streams")
-    ] = 5
+    hang_timeout_s: Annotated[
+        float,
+        Meta(
+            ge=2,
+            description="seconds without a sign of progress after which a process counts as hung: its parent"
+            " (`octavo serve` or `octavo supervise`) ends it and starts it again",
+        ),
+    ] = 60.0
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The modules of each of pyproject.toml's extras that our code imports.
+# The modules that our code imports of each of pyproject.toml's extras; the first that is absent is named.
 EXTRAS = {
     "gateway": (
         "gguf",
@@ -22,12 +22,12 @@ EXTRAS = {
         "uvloop",
     ),
     "executor": (
+        "torch",
         "huggingface_hub",
         "llvmlite",
         "numba",
         "numpy",
         "safetensors",
-        "torch",
         "tqdm",
         "transformers",
     ),
@@ -54,12 +54,12 @@ def imports_of(process: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS[extra]:
             raise
-        print(f"{process}: {_sentence('it', error.name, [extra])}", file=sys.stderr)
+        print(f"{_sentence(process, error.name, [extra])}", file=sys.stderr)
         sys.exit(2)
 
 
 def _sentence(what: str, module: str, extras: list[str]) -> str:
     return (
-        f"{what} needs {module}, which is not installed here; this installs all that is needed: "
+        f"{what} needs {module}, which is not installed. This installs it, and whatever else is needed: "
         f'pip install "octavo[{",".join(extras)}]"'
     )

@@ -1,20 +1,23 @@
-"""What the three processes do alike before their own work: read the configuration, log, end with their parent."""
+"""What the three processes do alike before their own work: read the configuration, log, end with their parent.
+
+SIGQUIT has one show the stacks of all its threads; it goes on.
+"""
 
 import argparse
+import faulthandler
 import logging
 import os
 import signal
+import socket
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from protocol.config import Config, ConfigError, add_flags, load_config, nearest
+from protocol.lifeline import LIFELINE_FLAG, Heart
 
-LIFELINE_FLAG = "--lifeline-fd"
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
-GRACE_S = 10.0  # between being asked to end because the parent is gone, and ending
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -34,9 +37,12 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def start_process(name: str, description: str, fields: Sequence[str], argv: Sequence[str] | None = None) -> Config:
+def start_process(
+    name: str, description: str, fields: Sequence[str], argv: Sequence[str] | None = None
+) -> tuple[Config, Heart]:
     """Return the Config of this process's environment and flags, with logging set up and the parent watched.
 
+    The Heart is to beat from the loop that does the process's work.
     It has flags for the `fields` that it reads; variables may name all others too, which are for its peers. Ends the
     process with status 2 and one line if a setting is wrong.
     """
@@ -50,9 +56,19 @@ def start_process(name: str, description: str, fields: Sequence[str], argv: Sequ
     except ConfigError as error:
         parser.error(str(error))
     configure_logging(f"{name} {config.rank}" if config.rank else name, config.log_level)
-    if lifeline is not None:
-        threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
-    return config
+    faulthandler.register(signal.SIGQUIT)
+    heart = inherited_heart(lifeline)
+    heart.end_with_parent()
+    return config, heart
+
+
+def inherited_heart(fd: int | None) -> Heart:
+    """Return this process's end of the lifeline that it inherited, if it has a parent that listens."""
+    if fd is None:
+        return Heart()
+    lifeline = socket.socket(fileno=fd)
+    lifeline.set_inheritable(False)  # a child's copy would outlive this process
+    return Heart(lifeline)
 
 
 def configure_logging(name: str, level: str) -> None:
@@ -66,12 +82,3 @@ def configure_logging(name: str, level: str) -> None:
         format=f"%(asctime)s %(levelname).1s {name}: %(message)s",
         datefmt="%H:%M:%S",
     )
-
-
-def _end_with_parent(lifeline: int) -> None:
-    """Wait until the parent's end of the pipe is closed, which is when it died; end in order, or else at once."""
-    while os.read(lifeline, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(GRACE_S)
-    os._exit(1)

@@ -23,7 +23,9 @@ FIELDS = (
 
 def main() -> int:
     """Return the exit status: 0 after a signal, 2 if an address cannot be bound."""
-    config = start_process("scheduler", "Plan the steps of one model's executors and serve its gateways.", FIELDS)
+    config, heart = start_process(
+        "scheduler", "Plan the steps of one model's executors and serve its gateways.", FIELDS
+    )
     with ExitStack() as stack:
         try:
             server = stack.enter_context(open_server(config))
@@ -32,7 +34,7 @@ def main() -> int:
             return 2
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
-        server.run()
+        server.run(heart)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and needs no second request
     return 0

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import zmq
 
 from protocol.config import Config
+from protocol.lifeline import Heart
 from protocol.messages import (
     ExecutorReady,
     FromExecutor,
@@ -102,8 +103,8 @@ class Server:
         for source in (backend, frontend, self._wake_reader):
             self._poller.register(source, zmq.POLLIN)
 
-    def run(self) -> None:
-        """Serve until `stop`."""
+    def run(self, heart: Heart) -> None:
+        """Serve until `stop`. `heart` beats with every turn, of which there is one a second at least."""
         logger.info(
             "gateways at %s, executors at %s; up to %d sequences and %d tokens a step, %d requests waiting",
             self.config.frontend_address,
@@ -113,6 +114,7 @@ class Server:
             self.config.max_num_queued_reqs,
         )
         while not self._is_stopping:
+            heart.beat()
             self.turn()
 
     def stop(self) -> None:

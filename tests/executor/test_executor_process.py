@@ -124,9 +124,9 @@ def test_a_wrong_setting_is_one_line_and_status_2():
     assert ended.stderr == "python -m executor: unknown argument --block-sise; did you mean --block-size?\n"
 
 
-def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_1(tmp_path):
+def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_2(tmp_path):
     ended = run_to_the_end("--model", tmp_path)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert "has no config.json" in ended.stderr
     assert "Traceback" not in ended.stderr
 

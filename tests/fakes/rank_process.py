@@ -15,13 +15,14 @@ from executor.group import follow
 from executor.parallel import GroupLostError
 from executor.startup import start_executor
 from protocol.config import Config
+from protocol.lifeline import Heart
 
 
 def main() -> None:
     for text in sys.argv[1:]:
         runner = start_executor(msgspec.json.decode(text, type=Config)).runner
         try:
-            follow(runner, runner.parallel)
+            follow(runner, runner.parallel, Heart())
         except GroupLostError as error:
             print(error, flush=True)
         del runner

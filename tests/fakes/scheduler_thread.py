@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from protocol.config import Config
+from protocol.lifeline import Heart
 from scheduler.scheduler import Scheduler
 from scheduler.server import Server, open_server
 from tests.fakes.waiting import wait_until
@@ -87,7 +88,7 @@ class SchedulerThread:
             with open_server(self.config, self.clock, high_water_mark=self.high_water_mark) as server:
                 self.server = server
                 self._is_open.set()
-                server.run()
+                server.run(Heart())
         except BaseException as error:  # the test's thread raises it
             self.error = error
             self._is_open.set()

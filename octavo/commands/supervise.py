@@ -1,0 +1,32 @@
+"""`octavo supervise`: the parent of one process, also as process 1 of a container."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.supervise import supervise
+from protocol.config import add_flags, load_config
+from protocol.process import configure_logging
+
+DESCRIPTION = (
+    "Run one of Octavo's processes, and start it again when it ends or hangs. One that says by the status 2 that its"
+    " settings or model cannot be used ends this too. SIGTERM and SIGINT are passed on. As process 1 of a container it"
+    " also reaps what other processes leave behind."
+)
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo supervise [--hang-timeout-s X] -- python -m scheduler [--flag VALUE ...]"
+    parser.description = DESCRIPTION
+    parser.set_defaults(run=run)
+    add_flags(parser, ("hang_timeout_s", "log_level"))
+    parser.add_argument("program", metavar="COMMAND", nargs="+", help="python -m gateway, scheduler or executor")
+
+
+def run(flags: Mapping[str, Any]) -> int:
+    settings = dict(flags)
+    program = settings.pop("program")
+    config = load_config(os.environ, settings)
+    configure_logging("supervise", config.log_level)
+    return supervise(program, config.hang_timeout_s)
