@@ -26,8 +26,8 @@ FIELDS = (
     "frontend_address",
     "schedulers",
     "peer_timeout_s",
+    "shutdown_timeout_s",
 )
-GRACE_S = 5  # for open streams, once told to stop
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=config.shutdown_timeout_s,
     )
 
 

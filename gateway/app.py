@@ -36,6 +36,11 @@ async def health(request: Request) -> Response:
     return error_response(unavailable("no scheduler makes progress, or its model is still loading"))
 
 
+async def live(request: Request) -> Response:
+    """200 while this process answers, whatever the scheduler does: for whoever restarts processes that hang."""
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
 async def version(request: Request) -> Response:
     answer = {"version": __version__}
     return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -47,6 +52,7 @@ ROUTES = [
     Route("/v1/models", list_models),
     Route("/v1/models/{id:path}", show_model),
     Route("/health", health),
+    Route("/live", live),
     Route("/version", version),
     Route("/metrics", show_metrics),
 ]

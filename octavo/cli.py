@@ -51,7 +51,14 @@ FLAG_GROUPS = {
     "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
 }
 # The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
-LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
+LAUNCHER_FIELDS = (
+    "frontend_address",
+    "backend_address",
+    "schedulers",
+    "rank",
+    "distributed_address",
+    "shutdown_timeout_s",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -170,6 +170,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     peer_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
     ] = 10.0
+    shutdown_timeout_s: Annotated[
+        int, Meta(ge=0, description="seconds that a gateway which is told to stop gives to streams that are open")
+    ] = 5
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 
     def __post_init__(self) -> None:

@@ -308,7 +308,10 @@ class Server:
             return
         self._stats_sent_s = now_s
         for identity, num_aborted in self.frontend.drop_dead():
-            logger.warning("gateway %s is dead: %d sequences aborted", identity.decode(errors="replace"), num_aborted)
+            level = logging.WARNING if num_aborted else logging.DEBUG  # probes leave without a word as well
+            logger.log(
+                level, "gateway %s is dead: %d sequences aborted", identity.decode(errors="replace"), num_aborted
+            )
             self._may_plan = True
         if self.scheduler is None:
             return
