@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from octavo import __version__
 from octavo.dry_run import dry_run
 from octavo.errors import ModelError
-from octavo.launcher import LaunchError, listening_port, serve
+from octavo.launcher import LaunchError, listening_port, metrics_listening_port, serve
 from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 from protocol.process import ArgumentParser, configure_logging
@@ -27,7 +27,7 @@ DRY_RUN_HELP = (
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "log_level"),
+    "server": ("host", "port", "metrics_port", "api_key", "served_model_name", "peer_timeout_s", "log_level"),
     "model": (
         "trust_remote_code",
         "load_format",
@@ -95,6 +95,7 @@ def run_serve(config: Config) -> int:
     _refuse_launcher_fields(config)
     configure_logging("octavo", config.log_level)
     listening_port(config)
+    metrics_listening_port(config)
     resolved = resolve_model(
         config.model or None,
         trust_remote_code=config.trust_remote_code,
