@@ -178,7 +178,9 @@ def test_every_setting_is_one_that_the_processes_know(manifests: list[Manifest])
 def test_every_command_is_one_of_ours(manifests: list[Manifest]) -> None:
     commands = [container["command"] for container in containers(manifests)]
     commands += [
-        container["readinessProbe"]["exec"]["command"] for container in containers(manifests) if probes_by_exec(container)
+        container["readinessProbe"]["exec"]["command"]
+        for container in containers(manifests)
+        if probes_by_exec(container)
     ]
     for command in commands:
         if command[:2] == ["sh", "-ec"]:
@@ -275,7 +277,9 @@ def test_scheduler_and_executor_of_a_pod_meet(manifests: list[Manifest]) -> None
             continue
         address = config_of(pod["scheduler"], manifests).backend_address
         assert config_of(pod["executor"], manifests).backend_address == address
-        directory = str(Path(urlsplit(address).path).parent.parent)  # the scheduler makes the last one, for itself alone
+        directory = str(
+            Path(urlsplit(address).path).parent.parent
+        )  # the scheduler makes the last one, for itself alone
         for container in pod.values():
             assert {"name": "run", "mountPath": directory} in container["volumeMounts"]
 
