@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 SO_ATTACH_FILTER = 26  # of Linux on the architectures that Python's wheels are built for
 # In the kernel's packet filter language, over a TCP header: a segment that asks for a new connection (SYN without ACK
-# among the flags of byte 13) is dropped, anything else is kept. An instruction is: code, jump if true, if false, operand.
+# among the flags of byte 13) is dropped, all else is kept. An instruction is: code, jump if true, if false, operand.
 NO_NEW_CONNECTIONS = (
     (0x30, 0, 0, 13),  # load the byte
     (0x54, 0, 0, 0x12),  # leave SYN and ACK of it

@@ -9,7 +9,7 @@ from octavo import __version__
 from octavo.commands import supervise
 from octavo.dry_run import dry_run
 from octavo.errors import ModelError
-from octavo.launcher import LaunchError, listening_port, serve
+from octavo.launcher import LaunchError, listening_port, metrics_listening_port, serve
 from octavo.resolve import pull, resolve_model
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 from protocol.extras import MissingExtraError, require_extras
@@ -29,7 +29,16 @@ DRY_RUN_HELP = (
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "hang_timeout_s", "log_level"),
+    "server": (
+        "host",
+        "port",
+        "metrics_port",
+        "api_key",
+        "served_model_name",
+        "peer_timeout_s",
+        "hang_timeout_s",
+        "log_level",
+    ),
     "model": (
         "trust_remote_code",
         "load_format",
@@ -53,7 +62,14 @@ FLAG_GROUPS = {
     "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
 }
 # The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
-LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
+LAUNCHER_FIELDS = (
+    "frontend_address",
+    "backend_address",
+    "schedulers",
+    "rank",
+    "distributed_address",
+    "shutdown_timeout_s",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +108,7 @@ def run_serve(config: Config) -> int:
     require_extras("octavo serve", "gateway", "executor")
     configure_logging("octavo", config.log_level)
     listening_port(config)
+    metrics_listening_port(config)
     resolved = resolve_model(
         config.model or None,
         trust_remote_code=config.trust_remote_code,

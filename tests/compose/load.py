@@ -1,6 +1,6 @@
 """Keep a server busy while a command runs, and count what was sent, lost or sent back.
 
-    python tests/compose/load.py http://127.0.0.1:8000 "scale the gateway to 4" -- docker compose up -d --scale gateway=4
+    python tests/compose/load.py http://127.0.0.1:8000 "gateway 2 -> 4" -- docker compose up -d --scale gateway=4
 
 A request is lost unless it ends with the very answer that it had before the command: all are greedy, and half of them
 streamed. An answer of 429 or 503 before any work is no loss: the client is told to come back, does so, and it is
