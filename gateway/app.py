@@ -1,5 +1,6 @@
 """The HTTP application as a value: routes, middleware and what they share are all made here."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,8 +16,10 @@ from gateway.auth import Authentication
 from gateway.chat import chat_completions
 from gateway.completions import completions
 from gateway.engine import Engine, scheduler_clients
+from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
-from gateway.metrics import CountRequests, Metrics, SchedulerCollector, show_metrics
+from gateway.metrics import CountRequests, Metrics, watch_loop
+from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
 from gateway.service import Service
@@ -24,6 +27,7 @@ from protocol import __version__
 from protocol.config import Config
 
 KEEP_ALIVE_S = 10.0
+FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, Service]]]
 
@@ -36,9 +40,19 @@ async def health(request: Request) -> Response:
     return error_response(unavailable("no scheduler makes progress, or its model is still loading"))
 
 
+async def live(request: Request) -> Response:
+    """200 while this process answers, whatever the scheduler does: for whoever restarts processes that hang."""
+    return Response(b'{"status":"ok"}', media_type="application/json")
+
+
 async def version(request: Request) -> Response:
     answer = {"version": __version__}
     return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+async def show_metrics(request: Request) -> Response:
+    service: Service = request.state.service
+    return metrics_page(service.metrics)
 
 
 ROUTES = [
@@ -47,19 +61,26 @@ ROUTES = [
     Route("/v1/models", list_models),
     Route("/v1/models/{id:path}", show_model),
     Route("/health", health),
+    Route("/live", live),
     Route("/version", version),
     Route("/metrics", show_metrics),
 ]
 
 
-def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+def model_names(config: Config) -> tuple[str, ...]:
+    """Return the names that requests may use for the model; it is shown under the first."""
+    return config.served_model_name or (config.model,)
+
+
+def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
-    A stream that is silent for `keep_alive_s` seconds gets a comment. Raises ValueError if the directory cannot be
+    It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
+    seconds gets a comment. Raises ValueError if the directory cannot be
     used. Nothing is connected before the application's lifespan begins.
     """
-    model_names = config.served_model_name or (config.model,)
-    metrics = Metrics(model_names[0])
+    names = model_names(config)
+    metrics = metrics or Metrics(names[0])
     app = Starlette(
         routes=ROUTES,
         middleware=[
@@ -67,21 +88,25 @@ def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlet
             Middleware(Authentication, keys=config.api_key),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=_lifespan(config, model_names, metrics, keep_alive_s),
+        lifespan=_lifespan(config, names, metrics, keep_alive_s),
     )
     app.router.redirect_slashes = False  # a redirect names a host that a proxy's client cannot reach
     return app
 
 
-def _lifespan(config: Config, model_names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
+def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
     files = read_model_files(config)
     seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
         async with Engine(scheduler_clients(config), files.tokenizer) as engine:
-            metrics.registry.register(SchedulerCollector(engine, model_names[0]))
-            yield {"service": Service(model_names, files, engine, metrics, seeds, keep_alive_s)}
+            metrics.registry.register(EngineCollector(engine, names[0]))
+            watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
+            # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
+            await engine.first_answer(FIRST_ANSWER_S)
+            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s)}
+            watching.cancel()
         files.tokenizer.close()
 
     return lifespan

@@ -34,6 +34,7 @@ class SchedulerClient:
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_heard_s = -float("inf")
+        self._answered = asyncio.Event()
 
     @property
     def ready(self) -> Ready | None:
@@ -75,13 +76,17 @@ class SchedulerClient:
             self._context.term()
         self._socket = None
 
+    async def first_answer(self) -> None:
+        """Return once the scheduler has said what it is, at whatever time in the past."""
+        await self._answered.wait()
+
     def submit(self, submit: Submit, deliver: Callable[[Event], None]) -> None:
         """Send a request whose events go to `deliver`, in order, in the event loop."""
         self._send(self._in_flight.submit(submit, deliver, time.monotonic()))
 
-    def abandon(self, request_id: str) -> None:
-        """Abort a request unless it ended, and deliver no more of it."""
-        self._send(self._in_flight.abandon(request_id))
+    def abandon(self, request_id: str, *, stopped: bool = False) -> None:
+        """Abort a request unless it ended, and deliver no more of it; `stopped` if its client has all of it."""
+        self._send(self._in_flight.abandon(request_id, stopped=stopped))
 
     @property
     def _is_heard(self) -> bool:
@@ -98,6 +103,8 @@ class SchedulerClient:
                 continue
             self._last_heard_s = time.monotonic()
             self._send(self._in_flight.receive(message, self._last_heard_s))
+            if self._in_flight.ready is not None:
+                self._answered.set()
             await asyncio.sleep(0)  # the streams' turn, also when the next message is there already
 
     async def _tick(self) -> None:

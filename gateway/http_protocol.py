@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from gateway.errors import RequestError, error_body
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may bring more
+LAST_REQUEST_S = 1.0  # to a connection without any, once the server is told to stop
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -19,6 +20,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._num_head_bytes = 0  # of reads that brought nothing but a part of the present one
         self._first_head: asyncio.TimerHandle | None = None
+        self._is_stopping = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -41,10 +43,21 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
         self._is_in_head = False
         super().on_headers_complete()
+        if self._is_stopping:
+            self.cycle.keep_alive = False
 
     def on_message_complete(self) -> None:
         self._is_in_head = True
         super().on_message_complete()
+
+    def shutdown(self) -> None:
+        """Called when the server is told to stop: close, but after the answer under way or a request just sent."""
+        self._is_stopping = True
+        if self._num_heads:
+            super().shutdown()
+        else:
+            self._stop_waiting()
+            self._first_head = self.loop.call_later(LAST_REQUEST_S, self.transport.close)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the one envelope, and close."""

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.processes import STOP_GRACE_S
 from octavo.supervise import supervise
 from protocol.config import add_flags, load_config
 from protocol.process import configure_logging
@@ -29,4 +30,5 @@ def run(flags: Mapping[str, Any]) -> int:
     program = settings.pop("program")
     config = load_config(os.environ, settings)
     configure_logging("supervise", config.log_level)
-    return supervise(program, config.hang_timeout_s)
+    # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
+    return supervise(program, config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)

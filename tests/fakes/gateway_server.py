@@ -10,11 +10,12 @@ from typing import Any
 import httpx
 import msgspec
 import openai
-import uvicorn
 
-from gateway.__main__ import listen, uvicorn_config
+from gateway.__main__ import Server, uvicorn_config
 from gateway.app import create_app
+from gateway.listener import listen
 from protocol.config import Config
+from protocol.lifeline import Heart
 from tests.fakes.fake_scheduler import FakeScheduler, running
 
 MODEL = "tiny/model"
@@ -91,7 +92,7 @@ async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) ->
         app = create_app(config, keep_alive_s=KEEP_ALIVE_S)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn_config(app, config))
+            server = Server(uvicorn_config(app, config), Heart())
             task = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with (

@@ -28,7 +28,7 @@ def with_token(token: str) -> dict[str, bytes]:
 
 
 async def test_every_route_and_method_wants_a_key(guarded: Served) -> None:
-    paths = [route.path.replace("{id:path}", "x/y") for route in ROUTES if route.path != "/health"]
+    paths = [route.path.replace("{id:path}", "x/y") for route in ROUTES if route.path not in ("/health", "/live")]
     spelled = [*paths, "/", "/nothing", "//v1/models", "/V1/models", "/v1/models/", "/%761/models", "/v1%2fmodels"]
     spelled += ["/health/", "/health/../v1/models", "//health", "/HEALTH", "/health%2f..%2fv1/models"]
     for path in spelled:
@@ -42,9 +42,10 @@ async def test_every_route_and_method_wants_a_key(guarded: Served) -> None:
     assert not guarded.scheduler.messages(Submit)
 
 
-async def test_health_is_public(guarded: Served) -> None:
-    assert (await guarded.http.get("/health")).status_code == 200
-    assert (await guarded.http.get("/health", headers=with_token("wrong"))).status_code == 200
+@pytest.mark.parametrize("path", ["/health", "/live"])
+async def test_probes_are_public(guarded: Served, path: str) -> None:
+    assert (await guarded.http.get(path)).status_code == 200
+    assert (await guarded.http.get(path, headers=with_token("wrong"))).status_code == 200
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -176,6 +176,7 @@ async def test_without_a_scheduler_there_is_a_503(tiny_model: Path, scheduler: F
     scheduler.frozen = True
     async with serving(tiny_model, scheduler) as served:
         assert (await served.http.get("/health")).status_code == 503
+        assert (await served.http.get("/live")).json() == {"status": "ok"}
         assert (await served.post(CHAT, chat())).status_code == 503
         [model, _] = (await served.http.get("/v1/models")).json()["data"]
         assert model["max_model_len"] is None

@@ -56,7 +56,7 @@ def gateway(*flags: str, **settings: str) -> Iterator[tuple["subprocess.Popen[st
 async def test_it_stops_in_order_with_a_stream_open(tiny_model: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
-        settings = {"model": str(tiny_model), "schedulers": scheduler.address}
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address, "shutdown_timeout_s": "1"}
         async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
             with gateway(**settings) as (process, url, _):
                 while not await is_healthy(http, url):
@@ -69,6 +69,26 @@ async def test_it_stops_in_order_with_a_stream_open(tiny_model: Path) -> None:
                     said = await response.aread()
                     assert b"the server is stopping" in said
                     assert b"[DONE]" not in said
+                assert process.wait(20) == 0
+
+
+async def test_a_stream_that_ends_in_time_is_whole(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address, "shutdown_timeout_s": "60"}
+        async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
+            with gateway(**settings) as (process, url, _):
+                while not await is_healthy(http, url):
+                    pass
+                scheduler.paused = True
+                body = chat(stream=True, model=None)
+                async with http.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+                    assert response.status_code == 200
+                    process.send_signal(signal.SIGTERM)
+                    while await is_healthy(http, url):
+                        pass
+                    scheduler.paused = False
+                    assert (await response.aread()).endswith(b"data: [DONE]\n\n")
                 assert process.wait(20) == 0
 
 

@@ -1,0 +1,48 @@
+"""The socket that the gateway listens on, and how it stops to without losing whoever is connected already."""
+
+import ctypes
+import logging
+import socket
+import struct
+import sys
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SO_ATTACH_FILTER = 26  # of Linux on the architectures that Python's wheels are built for
+# In the kernel's packet filter language, over a TCP header: a segment that asks for a new connection (SYN without ACK
+# among the flags of byte 13) is dropped, all else is kept. An instruction is: code, jump if true, if false, operand.
+NO_NEW_CONNECTIONS = (
+    (0x30, 0, 0, 13),  # load the byte
+    (0x54, 0, 0, 0x12),  # leave SYN and ACK of it
+    (0x15, 0, 1, 0x02),  # if that is SYN alone
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # keep
+)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on `host` (a name or an address of either kind). Raises OSError."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    # Connections inherit it. Without it each small write waits for the client's delayed acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def turn_away(listener: socket.socket) -> None:
+    """Let no new connection into the queue of `listener`, which can be emptied then.
+
+    A close alone resets the connections that wait in the queue: established ones, over which a proxy has sent a
+    request that it must not send to another gateway. Whoever is turned away asks again after a second, and is refused
+    once the listener is closed: that is safe to try elsewhere. Elsewhere than on Linux the close has to do.
+    """
+    if sys.platform != "linux":
+        return
+    instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTIONS)
+    program = ctypes.create_string_buffer(instructions)
+    option = struct.pack("HP", len(NO_NEW_CONNECTIONS), ctypes.addressof(program))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, option)
+    except OSError as error:  # a sandbox may have no packet filters
+        logger.warning("connections that are being made now may be reset: %s", error)

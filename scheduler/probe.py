@@ -1,0 +1,50 @@
+"""`python -m scheduler.probe`: ask the scheduler of this machine or container whether work can make progress.
+
+The exit status is 0 if it can, else 1, with the reason: readiness of a scheduler together with its executor.
+"""
+
+import re
+import sys
+import time
+
+import zmq
+
+from protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway, encode
+from protocol.process import start_process
+from protocol.sockets import connect_dealer, new_identity
+
+FIELDS = ("frontend_address",)
+TIMEOUT_S = 2.0  # less than what probes are commonly given
+
+
+def main() -> int:
+    """Return the exit status."""
+    config, _ = start_process("scheduler.probe", "Say whether a scheduler and its executor can make progress.", FIELDS)
+    reason = ask(reachable(config.frontend_address), TIMEOUT_S)
+    if reason:
+        print(reason, file=sys.stderr)
+    return 1 if reason else 0
+
+
+def reachable(address: str) -> str:
+    """Return where to connect to what is bound at `address`."""
+    return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", "tcp://localhost:", address)
+
+
+def ask(address: str, timeout_s: float) -> str:
+    """Return why the scheduler at `address` makes no progress, or nothing if it does. It takes `timeout_s` at most."""
+    gateway_id = new_identity()
+    deadline_s = time.monotonic() + timeout_s
+    with zmq.Context() as context, connect_dealer(context.socket(zmq.DEALER), address, gateway_id) as socket:
+        socket.send(encode(Hello(PROTOCOL_VERSION, gateway_id, hello_seq=1)))
+        while socket.poll(max(0, round(1000 * (deadline_s - time.monotonic())))):
+            match decode_to_gateway(socket.recv()):
+                case Ready(can_progress=True):
+                    return ""
+                case Ready():
+                    return "the scheduler has no executor that makes progress"
+    return f"no scheduler with an executor answers at {address} within {timeout_s:g} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""`python -m scheduler.probe`: ready means that a scheduler answers and its executor is alive."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from scheduler.probe import ask, reachable
+from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
+from tests.fakes.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_tells_a_loading_executor_from_one_that_serves_and_one_that_is_gone():
+    with socket_directory() as directory, SchedulerThread(toy_config(directory, peer_timeout_s=0.3)) as scheduler:
+        assert "no scheduler with an executor answers" in ask(scheduler.config.frontend_address, 0.1)
+        with FakeExecutor(scheduler.config.backend_address, num_blocks=10):
+            wait_until(lambda: not ask(scheduler.config.frontend_address, 1.0))
+        wait_until(
+            lambda: ask(scheduler.config.frontend_address, 1.0) == "the scheduler has no executor that makes progress"
+        )
+
+
+def test_the_exit_status_and_one_line_say_it():
+    command = [sys.executable, "-m", "scheduler.probe"]
+    with socket_directory() as directory, SchedulerThread(toy_config(directory)) as scheduler:
+        with FakeExecutor(scheduler.config.backend_address, num_blocks=10):
+            wait_until(lambda: not ask(scheduler.config.frontend_address, 1.0))
+            done = subprocess.run(
+                [*command, "--frontend-address", scheduler.config.frontend_address],
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+        lost = subprocess.run(
+            [*command, "--frontend-address", f"ipc://{directory}/none"], cwd=ROOT, capture_output=True, text=True
+        )
+    assert lost.returncode == 1
+    assert len(lost.stderr.splitlines()) == 1
+
+
+def test_it_asks_on_this_machine_where_the_scheduler_listens_everywhere():
+    assert reachable("tcp://0.0.0.0:5555") == reachable("tcp://*:5555") == "tcp://localhost:5555"
+    assert reachable("ipc:///run/octavo/frontend") == "ipc:///run/octavo/frontend"
