@@ -33,6 +33,7 @@ FIELDS = (
     "peer_timeout_s",
 )
 GRACE_S = 5  # for open streams, once told to stop
+METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,12 @@ def main() -> int:
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(_listen(config.host, config.port))
-            extra = None
+            beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
-                extra = stack.enter_context(_listen(config.host, config.metrics_port))
+                beside = _metrics_alone(metrics, config, stack.enter_context(_listen(config.host, config.metrics_port)))
         except ListenError as error:
             print(f"python -m gateway: {error}", file=sys.stderr)
             return 1
-        beside = nullcontext() if extra is None else _metrics_alone(metrics, config, extra)
         return _serve(app, config, listener, beside)
 
 
@@ -106,10 +106,10 @@ async def _serve_beside(
 
 def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) -> AbstractAsyncContextManager[None]:
     logger.info("metrics alone, for anyone, at %s/metrics", _url(listener))
-    return serving(uvicorn_config(create_metrics_app(metrics), config), listener)
+    return serving(uvicorn_config(create_metrics_app(metrics), config, grace_s=METRICS_GRACE_S), listener)
 
 
-def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, config: Config, *, grace_s: int = GRACE_S) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -120,7 +120,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=grace_s,
     )
 
 

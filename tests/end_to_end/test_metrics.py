@@ -272,10 +272,11 @@ def test_the_engine_s_figures_are_the_same_everywhere_and_right(gateways: list[G
     num_inputs = engine("prompt_tokens_total") + engine("generation_tokens_total") - num_ended
     assert engine("iteration_tokens_total_sum") >= num_inputs - engine("prefix_cache_hits_total")
     assert (engine("num_requests_running"), engine("num_requests_waiting"), engine("kv_cache_usage_perc")) == (0, 0, 0)
-    assert 0 < engine("device_memory_bytes", kind="kv_cache") <= 16 << 20
+    assert engine("device_memory_bytes", kind="kv_cache") == 16 << 20
     for kind in ("weights", "used", "total"):
         assert engine("device_memory_bytes", kind=kind) > 0
-    assert engine("cache_config_info", block_size="16") == 1
+    block_bytes = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, heads, their size, tokens, float32
+    assert engine("cache_config_info", block_size="16", num_gpu_blocks=str((16 << 20) // block_bytes)) == 1
 
 
 def test_only_the_port_for_metrics_needs_no_key(gateways: list[Gateway]) -> None:
