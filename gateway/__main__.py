@@ -39,6 +39,7 @@ FIELDS = (
     "shutdown_timeout_s",
 )
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
+METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,12 @@ def main() -> int:
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(_listen(config.host, config.port))
-            extra = None
+            beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
-                extra = stack.enter_context(_listen(config.host, config.metrics_port))
+                beside = _metrics_alone(metrics, config, stack.enter_context(_listen(config.host, config.metrics_port)))
         except ListenError as error:
             print(f"python -m gateway: {error}", file=sys.stderr)
             return 1
-        beside = nullcontext() if extra is None else _metrics_alone(metrics, config, extra)
         return _serve(app, config, listener, heart, beside)
 
 
@@ -110,7 +110,7 @@ def _serve(
     heart: Heart,
     beside: AbstractAsyncContextManager[None],
 ) -> int:
-    server = Server(uvicorn_config(app, config), heart)
+    server = Server(uvicorn_config(app, config, grace_s=config.shutdown_timeout_s), heart)
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
@@ -131,10 +131,10 @@ async def _serve_beside(
 
 def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) -> AbstractAsyncContextManager[None]:
     logger.info("metrics alone, for anyone, at %s/metrics", _url(listener))
-    return serving(uvicorn_config(create_metrics_app(metrics), config), listener)
+    return serving(uvicorn_config(create_metrics_app(metrics), config, grace_s=METRICS_GRACE_S), listener)
 
 
-def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, config: Config, *, grace_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -145,7 +145,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=config.shutdown_timeout_s,
+        timeout_graceful_shutdown=grace_s,
     )
 
 
