@@ -47,6 +47,7 @@ class LocalEngine:
         self._preparation: Preparation | None = None
         self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
+        self._begun = False
         self._owner = os.getpid()
         self._resources = ExitStack()
         self._closing = threading.Event()
@@ -58,6 +59,9 @@ class LocalEngine:
         Raises ValueError if it or a setting cannot be, LaunchError with the cause if it does not start: no process is
         left then.
         """
+        if self._begun:
+            raise GenerationError("a model is started once: make another")
+        self._begun = True
         log = ChildLog()
         self._resources.callback(log.close)
         try:
