@@ -85,6 +85,28 @@ def free_device_bytes(device: torch.device, utilization: float) -> int:
     return max(0, int(total * utilization) - (total - free))
 
 
+def total_bytes(device: torch.device, root: Path = ROOT) -> int:
+    """Return the size of a GPU's memory; on the CPU the system's, or the least limit of this process's groups."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    limits = [
+        limit
+        for group in group_directories("memory", root)
+        if (limit := read_integer(group / "memory.max") or read_integer(group / "memory.limit_in_bytes"))
+    ]
+    return min([read_table(root / "proc/meminfo").get("MemTotal", 0), *limits])
+
+
+def used_bytes(device: torch.device, root: Path = ROOT) -> int:
+    """Return what this process holds of a GPU's memory through torch; on the CPU, what is resident of it.
+
+    May be called from any thread, and never waits for the device.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.memory_reserved(device))
+    return read_table(root / "proc/self/status").get("VmRSS", 0)
+
+
 def block_bytes(kv_shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block in all layers."""
     elements = sum(heads * (key_size + value_size) for heads, key_size, value_size in kv_shapes)

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,7 @@ import zmq
 
 from executor.group import Relay
 from executor.launched import Launched
+from executor.memory import used_bytes
 from executor.runner import ModelRunner
 from protocol.lifeline import Heart
 from protocol.messages import (
@@ -60,12 +62,21 @@ class StepProgress:
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """A thread with a socket of its own that says every half second how far the step has come, whatever it does."""
+    """A thread with a socket of its own that says every half second how far the step has come, whatever it does, and
+    how much of the device's memory is used."""
 
-    def __init__(self, context: zmq.Context[Socket], address: str, incarnation: str, progress: StepProgress) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Socket],
+        address: str,
+        incarnation: str,
+        progress: StepProgress,
+        used_bytes: Callable[[], int],
+    ) -> None:
         self._socket = connect(context, address, new_identity())
         self._incarnation = incarnation
         self._progress = progress
+        self._used_bytes = used_bytes
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
@@ -80,8 +91,9 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def _run(self) -> None:
         with self._socket as socket:
             while not self._ended.wait(INTERVAL_S):
-                progress = self._progress
-                try_send(socket, [encode(Progress(self._incarnation, progress.step_id, progress.layers_done))])
+                step_id, layers_done = self._progress.step_id, self._progress.layers_done
+                message = Progress(self._incarnation, step_id, layers_done, self._used_bytes())
+                try_send(socket, [encode(message)])
 
 
 class Flight(NamedTuple):
@@ -263,7 +275,8 @@ def serve(address: str, runner: ModelRunner, description: ExecutorReady, progres
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket = connect(context, address, description.executor_incarnation)
-        with ProgressReporter(context, address, description.executor_incarnation, progress):
+        used = partial(used_bytes, runner.device.torch_device)
+        with ProgressReporter(context, address, description.executor_incarnation, progress, used):
             Server(socket, runner, description, progress, relay).run()
     finally:
         context.destroy()

@@ -15,7 +15,7 @@ from executor.device import Device, device_of
 from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
 from executor.group import check_agreement, join_group, num_local_ranks, own_device
-from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool
+from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool, total_bytes
 from executor.models import LoadedModel, ModelDescription, load_model, read_model_config
 from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.parallel import ALONE, TensorParallel
@@ -72,7 +72,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     with phase("weights"):
         model = _load(config, choices, chosen.backend, device, parallel)
         fingerprint = _fingerprint(config, choices)
-    _log_weights(model)
+    weight_bytes = _weight_bytes(model)
     max_model_len = choices.max_model_len
     with phase("KV pool"):
         check_agreement(parallel, fingerprint, config.block_size)
@@ -97,6 +97,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
         max_model_len=max_model_len,
         vocab_size=choices.model_config.vocab_size,
         model_fingerprint=fingerprint,
+        device_bytes=_device_bytes(weight_bytes, runner),
     )
     return Executor(runner, description, progress)
 
@@ -178,12 +179,24 @@ def _has_groupwise(model: LoadedModel) -> bool:
     return any(isinstance(packed, GroupwiseLinear) for packed in model.products)
 
 
-def _log_weights(model: LoadedModel) -> None:
+def _weight_bytes(model: LoadedModel) -> int:
+    """Return what the weights take, having logged in which forms."""
     held_bytes = Counter({"not packed": sum(parameter.nbytes for parameter in model.parameters())})
     for packed in model.products:
         held_bytes[packed.form] += packed.nbytes
     listed = "; ".join(f"{form}: {num_bytes / 2**20:.1f} MiB" for form, num_bytes in held_bytes.most_common())
     logger.info("%.1f MiB of weights (%s)", held_bytes.total() / 2**20, listed)
+    return held_bytes.total()
+
+
+def _device_bytes(weight_bytes: int, runner: ModelRunner) -> dict[str, int]:
+    """Return what is known of the device's memory from the start on, as in messages.ExecutorReady."""
+    kv_cache_bytes = sum(cache.nbytes for layer in runner.kv_caches for cache in layer)
+    return {
+        "weights": weight_bytes,
+        "kv_cache": kv_cache_bytes,
+        "total": total_bytes(runner.device.torch_device),
+    }
 
 
 def make_runner(

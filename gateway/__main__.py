@@ -1,10 +1,12 @@
 """`python -m gateway`: serve HTTP until SIGINT or SIGTERM."""
 
+import asyncio
 import logging
 import os
 import signal
 import socket
 import sys
+from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from ipaddress import ip_address
 
 from protocol.config import Config
@@ -16,14 +18,17 @@ with imports_of("python -m gateway", "gateway"):
     import uvicorn
     from starlette.applications import Starlette
 
-    from gateway.app import create_app
+    from gateway.app import create_app, model_names
     from gateway.http_protocol import BoundedHttpProtocol
+    from gateway.metrics import Metrics
+    from gateway.metrics_page import create_metrics_app, serving
 
 FIELDS = (
     "model",
     "served_model_name",
     "host",
     "port",
+    "metrics_port",
     "api_key",
     "generation_config",
     "seed",
@@ -32,6 +37,7 @@ FIELDS = (
     "peer_timeout_s",
 )
 GRACE_S = 5  # for open streams, once told to stop
+METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
@@ -45,20 +51,34 @@ def main() -> int:
     try:
         if not config.model:
             raise ValueError("no model: set --model to its directory")
-        app = create_app(config)
+        metrics = Metrics(model_names(config)[0])
+        app = create_app(config, metrics)
     except ValueError as error:
         print(f"python -m gateway: {error}", file=sys.stderr)
         return 2
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(_listen(config.host, config.port))
+            beside: AbstractAsyncContextManager[None] = nullcontext()
+            if config.metrics_port is not None:
+                beside = _metrics_alone(metrics, config, stack.enter_context(_listen(config.host, config.metrics_port)))
+        except ListenError as error:
+            print(f"python -m gateway: {error}", file=sys.stderr)
+            return 1
+        return _serve(app, config, listener, beside, heart)
+
+
+class ListenError(Exception):
+    """A port that cannot be had."""
+
+
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listener = listen(config.host, config.port)
+        return listen(host, port)
     except OSError as error:
-        reason = (
-            os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        )  # a name's are negative
-        print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
-        return 1
-    with listener:
-        return _serve(app, config, listener, heart)
+        # A name's are negative.
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,7 +103,13 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def _serve(app: Starlette, config: Config, listener: socket.socket, heart: Heart) -> int:
+def _serve(
+    app: Starlette,
+    config: Config,
+    listener: socket.socket,
+    beside: AbstractAsyncContextManager[None],
+    heart: Heart,
+) -> int:
     server = Server(uvicorn_config(app, config), heart)
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
@@ -91,11 +117,24 @@ def _serve(app: Starlette, config: Config, listener: socket.socket, heart: Heart
     logger.info("listening on %s", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
-    server.run(sockets=[listener])
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve_beside(server, listener, beside))
     return 0 if server.started else 1
 
 
-def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
+async def _serve_beside(
+    server: uvicorn.Server, listener: socket.socket, beside: AbstractAsyncContextManager[None]
+) -> None:
+    async with beside:
+        await server.serve(sockets=[listener])
+
+
+def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) -> AbstractAsyncContextManager[None]:
+    logger.info("metrics alone, for anyone, at %s/metrics", _url(listener))
+    return serving(uvicorn_config(create_metrics_app(metrics), config, grace_s=METRICS_GRACE_S), listener)
+
+
+def uvicorn_config(app: Starlette, config: Config, *, grace_s: int = GRACE_S) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -106,7 +145,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=grace_s,
     )
 
 

@@ -1,5 +1,6 @@
 """The HTTP application as a value: routes, middleware and what they share are all made here."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -15,8 +16,10 @@ from gateway.auth import Authentication
 from gateway.chat import chat_completions
 from gateway.completions import completions
 from gateway.engine import Engine, scheduler_clients
+from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
-from gateway.metrics import CountRequests, Metrics, SchedulerCollector, show_metrics
+from gateway.metrics import CountRequests, Metrics, watch_loop
+from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
 from gateway.service import Service
@@ -41,6 +44,11 @@ async def version(request: Request) -> Response:
     return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
+async def show_metrics(request: Request) -> Response:
+    service: Service = request.state.service
+    return metrics_page(service.metrics)
+
+
 ROUTES = [
     Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     Route("/v1/completions", completions, methods=["POST"]),
@@ -52,14 +60,20 @@ ROUTES = [
 ]
 
 
-def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+def model_names(config: Config) -> tuple[str, ...]:
+    """Return the names that requests may use for the model; it is shown under the first."""
+    return config.served_model_name or (config.model,)
+
+
+def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
-    A stream that is silent for `keep_alive_s` seconds gets a comment. Raises ValueError if the directory cannot be
-    used. Nothing is connected before the application's lifespan begins.
+    It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
+    seconds gets a comment. Raises ValueError if the directory cannot be used. Nothing is connected before the
+    application's lifespan begins.
     """
-    model_names = config.served_model_name or (config.model,)
-    metrics = Metrics(model_names[0])
+    names = model_names(config)
+    metrics = metrics or Metrics(names[0])
     app = Starlette(
         routes=ROUTES,
         middleware=[
@@ -67,21 +81,25 @@ def create_app(config: Config, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlet
             Middleware(Authentication, keys=config.api_key),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=_lifespan(config, model_names, metrics, keep_alive_s),
+        lifespan=_lifespan(config, names, metrics, keep_alive_s),
     )
     app.router.redirect_slashes = False  # a redirect names a host that a proxy's client cannot reach
     return app
 
 
-def _lifespan(config: Config, model_names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
+def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
     files = read_model_files(config)
     seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
         async with Engine(scheduler_clients(config), files.tokenizer) as engine:
-            metrics.registry.register(SchedulerCollector(engine, model_names[0]))
-            yield {"service": Service(model_names, files, engine, metrics, seeds, keep_alive_s)}
+            reports = EngineCollector(engine, names[0])
+            metrics.registry.register(reports)
+            watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
+            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s)}
+            watching.cancel()
+            metrics.registry.unregister(reports)
         files.tokenizer.close()
 
     return lifespan

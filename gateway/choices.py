@@ -62,7 +62,13 @@ class Choices:
             raise unavailable(error.reason) from None
         except Refused as error:
             raise RequestError(error.reason, code="refused") from None
-        return cls(generations, requests, [Observation(metrics, arrived_s) for _ in requests], n)
+        for _ in range(0, len(requests), n):
+            metrics.params_n.observe(n)
+        observations = [
+            Observation(metrics, arrived_s, len(request.prompt_token_ids), request.sampling.max_tokens)
+            for request in requests
+        ]
+        return cls(generations, requests, observations, n)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
         async for index, delta in _merged(self._generations):

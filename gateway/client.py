@@ -79,9 +79,9 @@ class SchedulerClient:
         """Send a request whose events go to `deliver`, in order, in the event loop."""
         self._send(self._in_flight.submit(submit, deliver, time.monotonic()))
 
-    def abandon(self, request_id: str) -> None:
-        """Abort a request unless it ended, and deliver no more of it."""
-        self._send(self._in_flight.abandon(request_id))
+    def abandon(self, request_id: str, *, stopped: bool = False) -> None:
+        """Abort a request unless it ended, and deliver no more of it; `stopped` if its client has all of it."""
+        self._send(self._in_flight.abandon(request_id, stopped=stopped))
 
     @property
     def _is_heard(self) -> bool:

@@ -89,7 +89,7 @@ class Generation:
             delta = self._stream.push(event) if isinstance(event, Output) else None
             if delta is not None:
                 if delta.finish_reason is not None:
-                    self.close()
+                    self._end(stopped=delta.finish_reason == "stop")
                 return delta
         raise StopAsyncIteration
 
@@ -106,9 +106,12 @@ class Generation:
 
     def close(self) -> None:
         """Abort what still runs; may be called at any time, any number of times. A reader gets no more."""
+        self._end(stopped=False)
+
+    def _end(self, *, stopped: bool) -> None:
         if not self._ended:
             self._ended = True
-            self._client.abandon(self._request_id)
+            self._client.abandon(self._request_id, stopped=stopped)
             self._events.clear()
             self._arrived.set()
 
@@ -152,9 +155,10 @@ class Engine:
         return any(client.healthy for client in self._clients)
 
     @property
-    def stats(self) -> Stats | None:
-        """The latest Stats of the first scheduler that answers."""
-        return next((client.stats for client in self._clients if client.stats), None)
+    def reports(self) -> dict[int, tuple[Ready, Stats]]:
+        """What each scheduler that answers last said, by its place among the configured ones."""
+        said = {number: (client.ready, client.stats) for number, client in enumerate(self._clients)}
+        return {number: (ready, stats) for number, (ready, stats) in said.items() if ready and stats}
 
     async def start(self, request: GenerationRequest) -> Generation:
         """Return once the request is admitted. Raises Overloaded, Refused or Unavailable."""

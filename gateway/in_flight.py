@@ -74,9 +74,9 @@ class InFlight:
         self._requests[submit.request_id] = Request(submit, deliver, now_s + REPEAT_SUBMIT_S)
         return [submit]
 
-    def abandon(self, request_id: str) -> list[ToScheduler]:
+    def abandon(self, request_id: str, *, stopped: bool = False) -> list[ToScheduler]:
         """Forget a request; what still arrives for it is dropped. If it was under way, it is aborted."""
-        return [Abort(request_id)] if self._requests.pop(request_id, None) else []
+        return [Abort(request_id, stopped)] if self._requests.pop(request_id, None) else []
 
     def due(self, now_s: float, *, seek: bool = False) -> list[ToScheduler]:
         """Return the repeated Submits whose time has come, and Hello if its time has or to `seek` a scheduler."""
@@ -100,7 +100,7 @@ class InFlight:
                 return self._unknown(request_ids, now_s)
             case Ready():
                 return self._ready(message, now_s)
-            case Stats():
+            case Stats(scheduler_incarnation) if scheduler_incarnation not in self._past_incarnations:
                 self.stats = message
         return []
 

@@ -1,127 +1,158 @@
-"""The gateway's own counts, and beside them the scheduler's latest Stats under an `engine` label."""
+"""What the gateway counts and times of its own: requests over HTTP, and generations as clients see them."""
 
+import asyncio
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector
+from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.engine import Delta, Engine
+from gateway.engine import Delta
 from gateway.errors import STATUS_CLIENT_CLOSED
-
-# As vLLM has them, so that its dashboards fit.
-TTFT_BUCKETS_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-E2E_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+from gateway.exposition import PREFIX, add_histogram
+from protocol.measures import (
+    CHOICES_BOUNDS,
+    FIRST_TOKEN_BOUNDS_S,
+    REQUEST_BOUNDS_S,
+    REQUEST_BOUNDS_TOKENS,
+    TOKEN_BOUNDS_S,
+    Histogram,
+    RecentMaximum,
+)
 
 NO_ROUTE = "unknown"
+LAG_WINDOW_S = 10.0
+LAG_INTERVAL_S = 0.1
 
 
-class Metrics:
-    """One registry a gateway: nothing is global, so that two of them in one process do not mix."""
+class Metrics(Collector):
+    """One registry a gateway: nothing is global, so that two of them in one process do not mix.
+
+    Histograms are our own and not the library's, which takes five times as long for one: one of them is for each token.
+    """
 
     def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name}
+        self._histograms: list[tuple[str, str, Histogram]] = []
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", FIRST_TOKEN_BOUNDS_S
+        )
+        self.inter_token_s = self._histogram(
+            "inter_token_latency_seconds", "From one token of a generation to its next", TOKEN_BOUNDS_S
+        )
+        self.per_output_token_s = self._histogram(
+            "request_time_per_output_token_seconds",
+            "The same, as the mean over a generation that came to its end",
+            TOKEN_BOUNDS_S,
+        )
+        self.e2e_s = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its last token", REQUEST_BOUNDS_S
+        )
+        self.prompt_tokens = self._histogram(
+            "request_prompt_tokens", "Prompt tokens of a generation that ended", REQUEST_BOUNDS_TOKENS
+        )
+        self.generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens that the client of a generation got", REQUEST_BOUNDS_TOKENS
+        )
+        self.params_n = self._histogram("request_params_n", "Choices asked for, once a prompt", CHOICES_BOUNDS)
+        self.params_max_tokens = self._histogram(
+            "request_params_max_tokens", "Most tokens that a generation could have had", REQUEST_BOUNDS_TOKENS
+        )
+        self.loop_lag_s = RecentMaximum(LAG_WINDOW_S)
         self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         self.http_requests = Counter(
-            "octavo:http_requests", "HTTP requests answered", ["method", "route", "status"], registry=self.registry
+            f"{PREFIX}http_requests", "HTTP requests answered", ["method", "route", "status"], registry=self.registry
         )
-        labels, values = ["model_name"], {"model_name": model_name}
-        self._ttft_s = Histogram(
-            "octavo:time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            labels,
-            registry=self.registry,
-            buckets=TTFT_BUCKETS_S,
-        ).labels(**values)
-        self._e2e_s = Histogram(
-            "octavo:e2e_request_latency_seconds",
-            "From a request's arrival to its last token",
-            labels,
-            registry=self.registry,
-            buckets=E2E_BUCKETS_S,
-        ).labels(**values)
-        self._finished = Counter(
-            "octavo:request_success",
+        finished = Counter(
+            f"{PREFIX}request_success",
             "Generations ended, by finished_reason (abort: the client left)",
-            [*labels, "finished_reason"],
+            [*self._labels, "finished_reason"],
             registry=self.registry,
         )
-        self._values = values
-        for reason in ("stop", "length", "abort", "error"):
-            self._finished.labels(**values, finished_reason=reason)
+        self.finished = {reason: finished.labels(model_name, reason) for reason in ("stop", "length", "abort", "error")}
 
-    def first_token(self, seconds: float) -> None:
-        self._ttft_s.observe(seconds)
+    def collect(self) -> Iterator[Metric]:
+        for name, text, histogram in self._histograms:
+            family = HistogramMetricFamily(PREFIX + name, text, labels=list(self._labels))
+            add_histogram(family, self._labels, histogram.bounds, histogram.read())
+            yield family
+        lag = GaugeMetricFamily(
+            f"{PREFIX}event_loop_lag_seconds",
+            "How late the event loop came to what was due, at most in the last 10 to 20 seconds",
+            labels=list(self._labels),
+        )
+        lag.add_metric(list(self._labels.values()), self.loop_lag_s.read(time.monotonic()))
+        yield lag
 
-    def finished(self, reason: str, seconds: float) -> None:
-        self._finished.labels(**self._values, finished_reason=reason).inc()
-        if reason in ("stop", "length"):
-            self._e2e_s.observe(seconds)
+    def _histogram(self, name: str, text: str, bounds: Sequence[float]) -> Histogram:
+        histogram = Histogram(bounds)
+        self._histograms.append((name, text, histogram))
+        return histogram
 
 
 class Observation:
-    """What one generation adds to the metrics: its first token once, its end once."""
+    """What one generation adds to the metrics: tokens as they go to the client, the rest once, at its end.
 
-    def __init__(self, metrics: Metrics, arrived_s: float) -> None:
-        self._metrics, self._arrived_s = metrics, arrived_s
-        self._started = self._ended = False
+    It lives as long as the generation, whichever schedulers compute it. `arrived_s` is a time of `clock`.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        arrived_s: float,
+        num_prompt_tokens: int,
+        max_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._metrics, self._arrived_s, self._clock = metrics, arrived_s, clock
+        self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
+        self._num_tokens = 0
+        self._first_s = self._last_s = arrived_s
+        self._ended = False
 
     def see(self, delta: Delta) -> None:
-        if delta.token_ids and not self._started:
-            self._started = True
-            self._metrics.first_token(time.perf_counter() - self._arrived_s)
+        if num_tokens := len(delta.token_ids):
+            now_s = self._clock()
+            if self._num_tokens:  # tokens that came together share the time since those before
+                self._metrics.inter_token_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
+            else:
+                self._metrics.first_token_s.observe(now_s - self._arrived_s)
+                self._metrics.inter_token_s.observe(0.0, num_tokens - 1)
+                self._first_s = now_s
+            self._num_tokens += num_tokens
+            self._last_s = now_s
         if delta.finish_reason:
             self.end(delta.finish_reason)
 
     def end(self, reason: str) -> None:
-        if not self._ended:
-            self._ended = True
-            self._metrics.finished(reason, time.perf_counter() - self._arrived_s)
-
-
-class SchedulerCollector(Collector):
-    """Turns what the scheduler last said into metrics when the page is read; without a scheduler there are none."""
-
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine = engine
-        self._labels = {"model_name": model_name, "engine": "0"}
-
-    def collect(self) -> Iterator[Metric]:
-        stats, ready = self._engine.stats, self._engine.ready
-        if stats is None or ready is None:
+        """Take the end; only the first counts."""
+        if self._ended:
             return
-        used = stats.num_used_blocks / ready.num_blocks if ready.num_blocks else 0.0
-        yield from self._gauges(
-            num_requests_running=(stats.num_running_seqs, "Sequences in the running batch"),
-            num_requests_waiting=(stats.num_waiting_seqs, "Sequences that wait for a place"),
-            kv_cache_usage_perc=(used, "Share of the KV blocks that sequences hold (1 is all)"),
-        )
-        yield from self._counters(
-            prefix_cache_queries=(stats.num_prefix_queried_tokens, "Prompt tokens looked up in the prefix cache"),
-            prefix_cache_hits=(stats.num_prefix_hit_tokens, "Prompt tokens found in the prefix cache"),
-            num_preemptions=(stats.num_preemptions, "Sequences that gave their blocks up to be recomputed"),
-            prompt_tokens=(stats.num_prompt_tokens, "Prompt tokens of the requests taken"),
-            generation_tokens=(stats.num_generated_tokens, "Tokens generated"),
-            scheduler_steps=(stats.num_steps, "Steps planned"),
-            executor_restarts=(stats.num_executor_restarts, "Times that the executor came back as another life"),
-        )
+        self._ended = True
+        metrics = self._metrics
+        metrics.finished[reason].inc()
+        metrics.prompt_tokens.observe(self._num_prompt_tokens)
+        metrics.generation_tokens.observe(self._num_tokens)
+        metrics.params_max_tokens.observe(self._max_tokens)
+        if reason not in ("stop", "length"):
+            return
+        metrics.e2e_s.observe(self._clock() - self._arrived_s)
+        if self._num_tokens > 1:
+            metrics.per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 
-    def _gauges(self, **rows: tuple[float, str]) -> Iterable[Metric]:
-        for name, (value, text) in rows.items():
-            gauge = GaugeMetricFamily(f"octavo:{name}", text, labels=list(self._labels))
-            gauge.add_metric(list(self._labels.values()), value)
-            yield gauge
 
-    def _counters(self, **rows: tuple[float, str]) -> Iterable[Metric]:
-        for name, (value, text) in rows.items():
-            counter = CounterMetricFamily(f"octavo:{name}", text, labels=list(self._labels))
-            counter.add_metric(list(self._labels.values()), value)
-            yield counter
+async def watch_loop(lag_s: RecentMaximum, clock: Callable[[], float] = time.monotonic) -> None:
+    """Measure for ever how late the running event loop is."""
+    while True:
+        due_s = clock() + LAG_INTERVAL_S
+        await asyncio.sleep(LAG_INTERVAL_S)
+        now_s = clock()
+        lag_s.observe(now_s - due_s, now_s)
 
 
 class CountRequests:
@@ -150,7 +181,3 @@ class CountRequests:
             route = self.paths.get(scope.get("endpoint"), NO_ROUTE)
             method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
             self.metrics.http_requests.labels(method, route, str(status)).inc()
-
-
-async def show_metrics(request: Request) -> Response:
-    return Response(generate_latest(request.state.service.metrics.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -74,6 +74,7 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
             model=str(model_directory),
             served_model_name=config.served_model_name or (served_name,),
             port=config.port or listening_port(config),
+            metrics_port=metrics_listening_port(config),
         )
         Launcher(with_sockets_in(directory, resolved)).run()
 
@@ -83,26 +84,33 @@ def listening_port(config: Config) -> int:
 
     Raises LaunchError if it could not: found out before minutes of loading.
     """
+    return _free_port(config.host, config.port, "--port")
+
+
+def metrics_listening_port(config: Config) -> int | None:
+    """Return the same of the port for metrics alone, None if there is to be none."""
+    return None if config.metrics_port is None else _free_port(config.host, config.metrics_port, "--metrics-port")
+
+
+def _free_port(host: str, port: int, flag: str) -> int:
     try:
         # The gateway chooses among a name's addresses in the same way.
-        family, *_, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return int(probe.getsockname()[1])
     except (OSError, UnicodeError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot listen on {config.host}:{config.port}: {cause}. {_listen_remedy(error)}") from None
+        raise LaunchError(f"cannot listen on {host}:{port}: {cause}. {_listen_remedy(error, flag)}") from None
 
 
-def _listen_remedy(error: Exception) -> str:
+def _listen_remedy(error: Exception, flag: str) -> str:
     match getattr(error, "errno", None):
         case errno.EADDRINUSE:
-            return "Stop what uses it, or choose another with --port (0 takes a free one)."
+            return f"Stop what uses it, or choose another with {flag} (0 takes a free one)."
         case errno.EACCES:
-            return "Only root may take ports below 1024 here: choose another with --port, such as 8000."
+            return f"Only root may take ports below 1024 here: choose another with {flag}, such as 8000."
         case _:
             return "--host takes an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them."
 

@@ -56,6 +56,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which the gateway listens; 0 takes a free one")] = (
         8000
     )
+    metrics_port: (
+        Annotated[
+            int,
+            Meta(
+                ge=0,
+                le=65535,
+                description="another port on which the gateway shows its metrics and nothing else, to anyone without"
+                " a key; 0 takes a free one (default: none)",
+            ),
+        ]
+        | None
+    ) = None
     api_key: Annotated[
         tuple[NonEmpty, ...],
         Meta(description="a key that clients must send as bearer token; may be given several times"),
@@ -188,6 +200,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least"
                 f" max_num_seqs ({self.max_num_seqs}): each running sequence needs one token a step"
             )
+        if self.metrics_port is not None and self.metrics_port == self.port != 0:
+            raise ValueError(f"metrics_port and port are both {self.port}: the metrics need a port of their own")
         if self.rank >= self.tensor_parallel_size:
             raise ValueError(
                 f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}):"

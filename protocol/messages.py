@@ -137,6 +137,7 @@ class Submit(Message, frozen=True):
 
 class Abort(Message, frozen=True):
     request_id: str
+    stopped: bool = False  # at a stop string: the client has all of it, and did not leave
 
 
 ToScheduler = Hello | Submit | Abort
@@ -210,6 +211,25 @@ class StepTimes(Record, frozen=True):
     executor_wait_fraction: float = 0.0  # share of the time that the executor waited for the scheduler while busy
 
 
+class HistogramCounts(Record, frozen=True):
+    """Observations by bucket, the last beyond all bounds (`measures.py` has them), and the sum of what was observed."""
+
+    counts: tuple[int, ...] = ()
+    sum: float = 0.0
+
+
+class EngineHistograms(Record, frozen=True):
+    """From the scheduler's start on. Times of requests are in seconds, each from when it was first there."""
+
+    queue_s: HistogramCounts = HistogramCounts()  # from arrival to the first step
+    prefill_s: HistogramCounts = HistogramCounts()  # from the first step's planning to the first token
+    decode_s: HistogramCounts = HistogramCounts()  # from the first token to the end, of requests that came to theirs
+    inference_s: HistogramCounts = HistogramCounts()  # both together
+    step_s: HistogramCounts = HistogramCounts()  # the executor's own time
+    step_seqs: HistogramCounts = HistogramCounts()
+    step_tokens: HistogramCounts = HistogramCounts()
+
+
 class Stats(Message, frozen=True):
     """Once a second. Counts run from the scheduler's start; the rest is now."""
 
@@ -229,6 +249,9 @@ class Stats(Message, frozen=True):
     num_executor_restarts: int
     finished: dict[str, int] = {}  # by finish_reason
     times: StepTimes = StepTimes()
+    histograms: EngineHistograms = EngineHistograms()
+    loop_lag_s: float = 0.0  # the longest, of late, that something which arrived had to wait for the scheduler
+    device_bytes: dict[str, int] = {}  # the executor's memory: weights, kv_cache, used (now), total
 
 
 ToGateway = Ready | Admitted | Rejected | Outputs | Unknown | Stats
@@ -251,6 +274,7 @@ class ExecutorReady(Message, frozen=True):
     vocab_size: Count
     model_fingerprint: str
     scheduler_incarnation: str = ""  # of the last Welcome
+    device_bytes: dict[str, int] = {}  # of rank 0: weights, kv_cache, total (of the device)
 
 
 class SequenceResult(Record, frozen=True):
@@ -298,6 +322,7 @@ class Progress(Message, frozen=True):
     executor_incarnation: str
     step_id: int
     layers_done: int
+    used_bytes: int = 0  # of the device's memory by this process, now
 
 
 FromExecutor = ExecutorReady | StepResult | StepFailed | NeedInit | Progress

@@ -24,6 +24,7 @@ from protocol.sockets import try_send
 from scheduler.admission import SubmitError, make_sequence
 from scheduler.delivery import Ledger
 from scheduler.inbox import Inbox
+from scheduler.measures import Measures
 from scheduler.scheduler import Scheduler
 from scheduler.stats import FinishRate
 
@@ -38,6 +39,7 @@ class Service:
     scheduler: Scheduler
     vocab_size: int
     ready: Callable[[], Ready]
+    measures: Measures
 
 
 class Frontend:
@@ -71,19 +73,20 @@ class Frontend:
                     self._on_hello(identity, message, self._service)
                 case Submit():
                     self._on_submit(identity, message, self._service)
-                case Abort(request_id):
+                case Abort(request_id, stopped):
                     record = self.ledger.find(identity, request_id)
                     if record is not None:
-                        self._service.scheduler.abort(record.seq_id)
+                        self._service.scheduler.abort(record.seq_id, "stop" if stopped else "abort")
         return has_changed
 
     def deliver(self) -> None:
         """Send each gateway what it lacks, as far as its queue takes it."""
         if self._service is None:
             return
-        for update in self._service.scheduler.take_updates():
+        updates, now_s = self._service.scheduler.take_updates(), self._clock()
+        for update in updates:
             self.ledger.extend(update)
-        now_s = self._clock()
+        self._service.measures.progress(updates, now_s)
         for gateway in self.ledger.gateways_behind(now_s):
             for outputs, records in self.ledger.batches(gateway):
                 if not try_send(self._socket, [gateway.identity, encode(outputs)]):
@@ -155,6 +158,7 @@ class Frontend:
             return Rejected(submit.request_id, refusal.reason, retry_after_s)
         self._next_seq_id += 1
         self.ledger.admit(identity, submit, sequence.seq_id)
+        service.measures.arrive(sequence.seq_id, self._clock())
         scheduler.add(sequence)
         return Admitted(submit.request_id)
 

@@ -147,10 +147,10 @@ class Scheduler:
         if sequence.output_token_ids and (reason := finish_reason(sequence)):
             self._finish(sequence, reason)
 
-    def abort(self, seq_id: int) -> None:
-        """End a sequence with "abort"; one that has ended or never was is ignored."""
+    def abort(self, seq_id: int, reason: str = "abort") -> None:
+        """End a sequence of which nothing more is wanted; one that has ended or never was is ignored."""
         if sequence := self.sequences.get(seq_id):
-            self._finish(sequence, "abort")
+            self._finish(sequence, reason)
 
     def fail(self, seq_id: int, error: str) -> None:
         """End a sequence with "error"; one that has ended or never was is ignored."""

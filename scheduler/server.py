@@ -15,6 +15,7 @@ import zmq
 
 from protocol.config import Config
 from protocol.lifeline import Heart
+from protocol.measures import RecentMaximum
 from protocol.messages import (
     ExecutorReady,
     FromExecutor,
@@ -33,6 +34,7 @@ from protocol.sockets import bind_router, hold_address, new_identity, try_send
 from scheduler.executor_link import Arrival, ExecutorLink, SentStep
 from scheduler.frontend import Frontend, Service
 from scheduler.inbox import Inbox
+from scheduler.measures import Measures
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import StepMeter, StepPredictor, describe, step_size
 
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_EXECUTOR_MESSAGES_A_TURN = 256
 STATS_INTERVAL_S = 1.0
 LOG_INTERVAL_S = 10.0
+LAG_WINDOW_S = 10.0
 
 
 @contextmanager
@@ -95,6 +98,9 @@ class Server:
         self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
         self._predictor = StepPredictor()
         self._stats_meter, self._log_meter = StepMeter(), StepMeter()
+        self._measures = Measures()
+        self._lag_s = RecentMaximum(LAG_WINDOW_S)
+        self._used_bytes = 0  # of its device, by the executor, when it last said
         self._logged: Stats | None = None
         self._logged_s = self._stats_sent_s = clock()
         self._is_stopping = False
@@ -124,6 +130,7 @@ class Server:
     def turn(self) -> None:
         """Wait for something to do, and do it."""
         arrived = self._poller.poll(self._patience_ms())
+        woken_s = self.clock()
         self._is_stopping = any(source == self._wake_reader for source, _ in arrived)
         for identity, message in self.executors.take(MAX_EXECUTOR_MESSAGES_A_TURN):
             self._on_executor_message(identity, message)
@@ -133,6 +140,8 @@ class Server:
             self._plan()
         self.frontend.deliver()
         self._keep_house()
+        now_s = self.clock()
+        self._lag_s.observe(now_s - woken_s, now_s)  # what arrived meanwhile had to wait for so long
 
     def _patience_ms(self) -> int:
         """Return how long nothing is due, rounded up to what a poll can wait."""
@@ -148,7 +157,11 @@ class Server:
             self._on_executor_ready(identity, message, now_s)
             return
         self.link.hear(message, now_s)
-        if isinstance(message, Progress) or not self.link.is_current(message):
+        if isinstance(message, Progress):
+            if message.executor_incarnation == self.link.incarnation:
+                self._used_bytes = message.used_bytes
+            return
+        if not self.link.is_current(message):
             return
         assert self.scheduler is not None, "a step is in flight"
         match message:
@@ -178,7 +191,7 @@ class Server:
 
     def _on_executor_joined(self, described: ExecutorReady) -> None:
         """Take up work with an executor that has no KV and no state."""
-        self.num_blocks = described.num_blocks
+        self.num_blocks, self._used_bytes = described.num_blocks, 0
         logger.info(
             "executor %s: %d blocks of %d tokens, up to %d tokens a sequence",
             self.link.incarnation,
@@ -210,8 +223,8 @@ class Server:
             self.config.max_num_queued_reqs,
             self.config.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(limits)
-        self.frontend.offer(Service(self.scheduler, described.vocab_size, self._ready))
+        self.scheduler, self._measures = Scheduler(limits), Measures()
+        self.frontend.offer(Service(self.scheduler, described.vocab_size, self._ready, self._measures))
         self._logged = self._stats(self.scheduler, StepTimes())
 
     def _ready(self) -> Ready:
@@ -236,6 +249,7 @@ class Server:
             self._oldest_started_s = now_s
             self._predictor.observe_step(step.size, answered.busy_s)
             self._predictor.observe_launch(answered.launch_s)
+            self._measures.complete(step.size, answered.busy_s)
             if step.is_ahead:
                 self._predictor.observe_wait(step.size, answered.waited_s)
             for meter in (self._stats_meter, self._log_meter):
@@ -289,6 +303,7 @@ class Server:
         if planned is None:
             self._may_plan = False
             return
+        self._measures.plan(planned.sequences, started_s)
         step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
         frame = encode(step)
         size = step_size(planned.sequences, follows_idleness=self._was_idle)
@@ -309,6 +324,7 @@ class Server:
         if interval_s < STATS_INTERVAL_S:
             return
         self._stats_sent_s = now_s
+        self._lag_s.observe(interval_s - STATS_INTERVAL_S, now_s)
         for identity, num_aborted in self.frontend.drop_dead():
             logger.warning("gateway %s is dead: %d sequences aborted", identity.decode(errors="replace"), num_aborted)
             self._may_plan = True
@@ -359,7 +375,15 @@ class Server:
             max(0, self.link.num_lives - 1),
             dict(counters.finished),
             times,
+            self._measures.read(),
+            self._lag_s.read(self.clock()),
+            self._device_bytes(),
         )
+
+    def _device_bytes(self) -> dict[str, int]:
+        """Return what the executor last said of its device's memory."""
+        described = self.described.device_bytes if self.described else {}
+        return {**described, "used": self._used_bytes} if self._used_bytes else dict(described)
 
 
 def _model(described: ExecutorReady) -> tuple[str, int, int, int]:

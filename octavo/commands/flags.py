@@ -10,7 +10,16 @@ from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
 MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
-    "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "hang_timeout_s", "log_level"),
+    "server": (
+        "host",
+        "port",
+        "metrics_port",
+        "api_key",
+        "served_model_name",
+        "peer_timeout_s",
+        "hang_timeout_s",
+        "log_level",
+    ),
     "model": (
         "trust_remote_code",
         "load_format",

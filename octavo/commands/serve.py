@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
 from octavo.dry_run import dry_run
-from octavo.launcher import listening_port, serve
+from octavo.launcher import listening_port, metrics_listening_port, serve
 from octavo.resolve import resolve_model
 from octavo.settings import refuse_launcher_fields
 from protocol.config import add_flags
@@ -37,6 +37,7 @@ def run(flags: Mapping[str, Any]) -> int:
     configure_logging("octavo", config.log_level)
     inherited_heart(flags["lifeline_fd"]).end_with_parent()
     listening_port(config)
+    metrics_listening_port(config)
     resolved = resolve_model(
         config.model or None,
         trust_remote_code=config.trust_remote_code,

@@ -291,9 +291,9 @@ def test_progress_is_told_while_the_main_thread_is_busy(context):
     progress.count_layer("module", "inputs", "output")
     with (
         FakeBackend() as scheduler,
-        ProgressReporter(context, scheduler.address, EXECUTOR, progress),
+        ProgressReporter(context, scheduler.address, EXECUTOR, progress, lambda: 4096),
     ):
-        assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2)
+        assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2, used_bytes=4096)
 
 
 def test_the_step_that_runs_is_the_one_that_progress_names(link):

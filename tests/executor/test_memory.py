@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from executor.memory import allocate_kv_caches, block_bytes, size_pool, usable_bytes
+from executor.memory import allocate_kv_caches, block_bytes, size_pool, total_bytes, usable_bytes, used_bytes
 from protocol.config import Config
 from tests.fakes.system_files import write
 
@@ -44,6 +44,16 @@ def test_no_room_for_one_sequence_names_the_numbers_and_the_flags():
     assert "--max-model-len to 48" in message
     assert "--kv-cache-memory-bytes to 2100" in message
     assert size_pool(config, 300, 48, CPU).num_blocks == 3
+
+
+def test_what_this_process_holds_and_of_how_much(tmp_path):
+    system = {**meminfo(1), "proc/self/status": "Name:\tpython\nVmPeak:\t   900 kB\nVmRSS:\t   123 kB\nThreads:\t4\n"}
+    write(tmp_path, system)
+    assert (used_bytes(CPU, tmp_path), total_bytes(CPU, tmp_path)) == (123 * 1024, 99999999 * 1024)
+    write(tmp_path, {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"})
+    assert total_bytes(CPU, tmp_path) == 99999999 * 1024
+    write(tmp_path, {"sys/fs/cgroup/a/memory.max": f"{GIB}\n"})
+    assert total_bytes(CPU, tmp_path) == GIB
 
 
 @pytest.mark.parametrize(

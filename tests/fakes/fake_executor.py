@@ -28,6 +28,8 @@ from tests.fakes.peer_thread import PeerThread
 from tests.fakes.toy_model import VOCAB_SIZE, logprobs_of, next_token
 
 NUM_KEPT_RESULTS = 2
+DEVICE_BYTES = {"weights": 100, "kv_cache": 200, "total": 1000}
+USED_BYTES = 350
 
 
 @dataclass
@@ -151,6 +153,7 @@ class FakeExecutor(PeerThread):
             VOCAB_SIZE,
             self.fingerprint,
             self.scheduler_incarnation,
+            DEVICE_BYTES,
         )
 
     def _answer(self, message: ToExecutor, progress_socket: "zmq.Socket[bytes]") -> list[object]:
@@ -169,7 +172,7 @@ class FakeExecutor(PeerThread):
         if message.step_id != self._next_step_id:
             self.num_ignored += 1
             return []
-        progress_socket.send(encode(Progress(self.incarnation, message.step_id, 0)))
+        progress_socket.send(encode(Progress(self.incarnation, message.step_id, 0, USED_BYTES)))
         return [self._do(message)]
 
     def _on_welcome(self, welcome: Welcome) -> None:

@@ -246,7 +246,7 @@ async def test_without_a_scheduler_starting_fails_at_once_and_works_when_it_come
     async with Engine([SchedulerClient(address)], tokenizer) as engine:
         assert not engine.healthy
         assert engine.ready is None
-        assert engine.stats is None
+        assert engine.reports == {}
         with pytest.raises(Unavailable):
             await engine.start(request())
         async with running(FakeScheduler(address, reply=reply)):
@@ -311,7 +311,7 @@ async def test_a_stop_string_ends_the_request_here_and_there(tokenizer: Tokenize
         assert "".join(delta.text for delta in deltas) == "ab"
         assert token_ids(deltas) == ids[:6]
         assert (finishes(deltas), deltas[-1].stop_reason) == (["stop"], "STOP")
-        assert await scheduler.wait_for(Abort) == [Abort("r")]
+        assert await scheduler.wait_for(Abort) == [Abort("r", stopped=True)]
 
 
 async def test_a_failure_ends_the_stream_with_its_reason(tokenizer: Tokenizer, address: str) -> None:
@@ -361,11 +361,19 @@ async def test_requests_go_to_the_scheduler_with_the_least_to_do(tokenizer: Toke
             generation.close()
 
 
-async def test_stats_are_the_latest(tokenizer: Tokenizer, address: str) -> None:
-    scheduler = FakeScheduler(address)
-    async with connected(tokenizer, scheduler) as engine:
-        scheduler.stats = Stats("x", *range(13))
-        await until(lambda: engine.stats == scheduler.stats)
+async def test_reports_are_the_latest_of_each_scheduler(tokenizer: Tokenizer, address: str) -> None:
+    schedulers = [FakeScheduler(address + name) for name in "abc"]
+    async with connected(tokenizer, *schedulers) as engine:
+        for number in (0, 2):
+            schedulers[number].stats = Stats(schedulers[number].incarnation, number, *range(12))
+        await until(
+            lambda: (
+                {key: stats for key, (_, stats) in engine.reports.items()}
+                == {number: schedulers[number].stats for number in (0, 2)}
+            )
+        )
+        ready, _ = engine.reports[2]
+        assert ready.scheduler_incarnation == schedulers[2].incarnation
 
 
 async def test_shutting_down_ends_what_is_in_flight(tokenizer: Tokenizer, address: str) -> None:

@@ -71,13 +71,18 @@ def test_the_launchers_own_addresses_cannot_be_set(
     assert "OCTAVO_BACKEND_ADDRESS" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_found_before_anything_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("--port",), ("--port", "0", "--metrics-port")])
+def test_a_port_in_use_is_found_before_anything_is_loaded(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert main(["serve", str(tmp_path), "--port", str(port)]) == 1
-    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+        assert main(["serve", str(tmp_path), *flags, str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert f"choose another with {flags[-1]} " in said
 
 
 def test_a_model_that_is_not_there_is_one_paragraph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
