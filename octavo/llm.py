@@ -1,8 +1,10 @@
 """`LLM`: a model to generate with in scripts and notebooks, synchronously, many prompts at a time."""
 
+import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,7 @@ from octavo.preparation import (
     Conversation,
     PreparedRequest,
     Prompt,
+    naming,
     one_each,
     split_conversations,
     split_prompts,
@@ -51,10 +54,8 @@ class LLM:
         ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or one for
         each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
         """
-        listed = split_prompts(prompts)
-        samplings = one_each(sampling_params, len(listed))
-        preparation = self._engine.preparation
-        requests = [preparation.of_prompt(*each) for each in zip(listed, samplings, strict=True)]
+        prepare = self._engine.preparation.of_prompt
+        requests = _each(prepare, split_prompts(prompts), sampling_params, "prompts")
         return self._complete(requests, use_tqdm)
 
     def chat(
@@ -72,18 +73,13 @@ class LLM:
         `messages` is a list of `{"role": ..., "content": ...}` or a list of such lists, which the model's own template
         makes prompts of; the rest is as for `generate`.
         """
-        listed = split_conversations(messages)
-        samplings = one_each(sampling_params, len(listed))
-        requests = [
-            self._engine.preparation.of_chat(
-                conversation,
-                sampling,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation, sampling in zip(listed, samplings, strict=True)
-        ]
+        prepare = functools.partial(
+            self._engine.preparation.of_chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        requests = _each(prepare, split_conversations(messages), sampling_params, "messages")
         return self._complete(requests, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -106,3 +102,18 @@ class LLM:
         shows = use_tqdm and len(requests) > 1
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not shows) as bar:
             return result(self._engine.submit(self._engine.generating.complete(requests, bar.update)))
+
+
+def _each(
+    prepare: Callable[[Any, SamplingParams], PreparedRequest],
+    items: Sequence[Any],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    name: str,
+) -> list[PreparedRequest]:
+    """Return what `prepare` makes of each item; of several, what is wrong with one says which it is."""
+    samplings = one_each(sampling_params, len(items))
+    requests = []
+    for index, (item, sampling) in enumerate(zip(items, samplings, strict=True)):
+        with naming(f"{name}[{index}]") if len(items) > 1 else nullcontext():
+            requests.append(prepare(item, sampling))
+    return requests

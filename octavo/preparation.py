@@ -171,6 +171,17 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_promp
     return listed
 
 
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Say of a ValueError or TypeError where it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{place}: {error}") from None
+
+
 def _only_value(prompt: Mapping[str, Any]) -> Any:
     """Return the prompt in a dictionary. Raises ValueError for what it must not have."""
     for name in prompt:
