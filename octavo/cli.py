@@ -32,7 +32,13 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
     parser = build_parser(*arguments[:1])
     if not arguments:
         parser.print_help(sys.stderr)
@@ -46,8 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CommandError, GenerationError, LaunchError, ModelError) as error:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def build_parser(typed: str = "") -> ArgumentParser:
