@@ -2,9 +2,10 @@
 
 import signal
 import sys
+import threading
 import time
 
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 FIELDS = (
     "model",
@@ -27,29 +28,34 @@ FIELDS = (
     "distributed_address",
     "backend_address",
 )
+TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 if the model cannot be served or another rank has ended; a step that
-    raises is a traceback."""
+    """Return the exit status: 0 after a signal, 2 if the model cannot be served, 1 if another rank has ended; a step
+    that raises is a traceback."""
     config = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
         signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    import kernels  # noqa: F401
-    from executor.group import Relay, follow
-    from executor.parallel import GroupLostError
-    from executor.server import serve
-    from executor.startup import logger, start_executor
-
+    try:
+        import kernels  # noqa: F401
+        from executor.group import Relay, follow, is_local
+        from executor.parallel import GroupLostError
+        from executor.server import serve
+        from executor.startup import START_FAILURES, logger, start_executor
+    except ModuleNotFoundError as error:
+        return refuse("executor", error)
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:
         executor = start_executor(config)
-    except ValueError as error:
-        print(f"python -m executor: {error}", file=sys.stderr)
-        return 1
+    except START_FAILURES as error:
+        logger.debug("where it failed", exc_info=error)
+        if config.rank and is_local(config):
+            threading.Event().wait(TURN_S)  # rank 0, which finds the same, says it for all
+        return refuse("executor", error)
     runner, parallel = executor.runner, executor.runner.parallel
     whom = config.backend_address if parallel.rank == 0 else "rank 0"
     logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, whom)

@@ -6,14 +6,14 @@ import signal
 import socket
 import sys
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.applications import Starlette
-
-from gateway.app import create_app
-from gateway.http_protocol import BoundedHttpProtocol
 from protocol.config import Config
-from protocol.process import start_process
+from protocol.process import refuse, start_process
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
 
 FIELDS = (
     "model",
@@ -34,23 +34,25 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
+    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that cannot be had."""
     config = start_process("gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS)
     try:
+        from gateway.app import create_app  # only now, so that --help and a wrong setting do not wait
+
         if not config.model:
             raise ValueError("no model: set --model to its directory")
         app = create_app(config)
-    except ValueError as error:
-        print(f"python -m gateway: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        return refuse("gateway", error)
     try:
         listener = listen(config.host, config.port)
     except OSError as error:
         reason = (
             os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         )  # a name's are negative
-        print(f"python -m gateway: cannot listen on {config.host}:{config.port}: {reason}", file=sys.stderr)
-        return 1
+        return refuse(
+            "gateway", f"cannot listen on {config.host}:{config.port}: {reason}. Choose another --port or --host."
+        )
     with listener:
         return _serve(app, config, listener)
 
@@ -64,19 +66,25 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _serve(app: Starlette, config: Config, listener: socket.socket) -> int:
+def _serve(app: "Starlette", config: Config, listener: socket.socket) -> int:
+    import uvicorn
+
     server = uvicorn.Server(uvicorn_config(app, config))
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
-    logger.info("listening on %s", url)
+    logger.info("listening on %s; until the model is ready, requests get a 503", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     server.run(sockets=[listener])
     return 0 if server.started else 1
 
 
-def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
+def uvicorn_config(app: "Starlette", config: Config) -> "uvicorn.Config":
+    import uvicorn
+
+    from gateway.http_protocol import BoundedHttpProtocol
+
     return uvicorn.Config(
         app,
         loop="uvloop",

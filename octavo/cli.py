@@ -1,17 +1,16 @@
 """The `octavo` command: reads what was typed and calls the one function that does it."""
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from octavo import __version__
-from octavo.dry_run import dry_run
 from octavo.errors import ModelError
-from octavo.launcher import LaunchError, listening_port, serve
-from octavo.resolve import pull, resolve_model
+from octavo.launcher import ChildRefusedError, LaunchError, listening_port, serve
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
-from protocol.process import ArgumentParser, configure_logging
+from protocol.process import OURS, ArgumentParser, configure_logging, paragraph
 
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
 
@@ -29,6 +28,7 @@ EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MA
 FLAG_GROUPS = {
     "server": ("host", "port", "api_key", "served_model_name", "peer_timeout_s", "log_level"),
     "model": (
+        "use_modelscope",
         "trust_remote_code",
         "load_format",
         "quantization",
@@ -50,6 +50,16 @@ FLAG_GROUPS = {
     ),
     "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
 }
+NEEDED_PACKAGES = (
+    "huggingface_hub",
+    "numba",
+    "safetensors",
+    "starlette",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "uvicorn",
+)
 # The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
 
@@ -66,8 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(command(_config(flags)))
     except ConfigError as error:
         parser.error(str(error))
+    except ChildRefusedError:
+        return 1
     except (LaunchError, ModelError) as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {paragraph(error)}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in OURS:
+            raise
+        print(f"octavo: {paragraph(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -84,7 +101,13 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# What a base installation lacks is imported by the commands that need it.
+
+
 def run_serve(config: Config) -> int:
+    from octavo.resolve import resolve_model
+
+    require_packages()
     _refuse_launcher_fields(config)
     configure_logging("octavo", config.log_level)
     listening_port(config)
@@ -92,20 +115,32 @@ def run_serve(config: Config) -> int:
         config.model or None,
         trust_remote_code=config.trust_remote_code,
         needs_weights=config.load_format != "dummy",
+        use_modelscope=config.use_modelscope,
     )
     serve(config, resolved.directory, resolved.served_name)
     return 0
 
 
 def run_dry(config: Config) -> int:
+    from octavo.dry_run import dry_run
+
     configure_logging("octavo", config.log_level)
     return dry_run(config)
 
 
 def run_pull(config: Config) -> int:
+    from octavo.resolve import pull
+
     configure_logging("octavo", config.log_level)
-    print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
+    print(pull(config.model or None, trust_remote_code=config.trust_remote_code, use_modelscope=config.use_modelscope))
     return 0
+
+
+def require_packages() -> None:
+    """Raise ModuleNotFoundError for what gateway or executor lack, before they are started."""
+    for name in NEEDED_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def _add_serve(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
@@ -128,7 +163,7 @@ def _add_pull(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
     parser = commands.add_parser("pull", help="download and convert a model", description=description, epilog=EPILOG)
     parser.set_defaults(command=run_pull)
     _add_model(parser)
-    add_flags(parser, ("trust_remote_code", "log_level"))
+    add_flags(parser, ("use_modelscope", "trust_remote_code", "log_level"))
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from protocol.config import Config, child_environ
-from protocol.process import LIFELINE_FLAG
+from protocol.process import LIFELINE_FLAG, REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ POLL_S = 0.1
 
 class LaunchError(Exception):
     """The server cannot start; the message says why, or that the process which failed has said it."""
+
+
+class ChildRefusedError(LaunchError):
+    """A process does not start, and has said why in one paragraph: there is nothing to add."""
 
 
 @dataclasses.dataclass
@@ -56,6 +60,10 @@ class Child:
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
                 return f"{name} {how}"
         return None
+
+    def refused(self) -> bool:
+        """Return whether a process ended because it cannot start, and has said why."""
+        return any(process.poll() == REFUSED for process in self.processes)
 
 
 class Launcher:
@@ -105,7 +113,7 @@ class Launcher:
         while not self.stopping:
             for child in self.children.values():
                 if ended := child.ended():
-                    raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
+                    raise _start_error(child, ended)
             if _answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -141,6 +149,19 @@ class Launcher:
                 _end(self.children[role].processes)
         os.close(self._lifeline_end)
         os.close(self.lifeline)
+
+
+def _start_error(child: Child, ended: str) -> LaunchError:
+    """Return the error of a server whose child, as `ended` says, has ended before it was ready."""
+    if child.refused():
+        return ChildRefusedError(f"the {ended}: it says why above")
+    if any(process.poll() == -signal.SIGKILL for process in child.processes):
+        return LaunchError(
+            f"nothing is served: the {ended} before it was ready, which is how a system ends a process when memory "
+            "runs out (`dmesg` tells). Take a smaller model, --quantization int8 or int4, a smaller "
+            "--kv-cache-memory-bytes, or free some memory."
+        )
+    return LaunchError(f"nothing is served: the {ended} before it was ready; what it said last is above.")
 
 
 def rank_configs(config: Config, life: int) -> list[Config]:

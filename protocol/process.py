@@ -14,6 +14,7 @@ from protocol.config import Config, ConfigError, add_flags, load_config, nearest
 LIFELINE_FLAG = "--lifeline-fd"
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
 GRACE_S = 10.0  # between being asked to end because the parent is gone, and ending
 
 
@@ -31,7 +32,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
 def start_process(name: str, description: str, fields: Sequence[str], argv: Sequence[str] | None = None) -> Config:
@@ -53,6 +54,22 @@ def start_process(name: str, description: str, fields: Sequence[str], argv: Sequ
     if lifeline is not None:
         threading.Thread(target=_end_with_parent, args=(lifeline,), name="lifeline", daemon=True).start()
     return config
+
+
+def refuse(name: str, reason: Exception | str) -> int:
+    """Say in one paragraph why the process does not start, and return its exit status."""
+    print(f"python -m {name}: {paragraph(reason)}", file=sys.stderr)
+    return REFUSED
+
+
+def paragraph(reason: Exception | str) -> str:
+    """Return what is wrong as one line, in words for an operator."""
+    if isinstance(reason, ModuleNotFoundError) and reason.name:
+        return (
+            f"the Python package {reason.name.partition('.')[0]} is missing: a base installation has the scheduler "
+            'alone. Add the rest: pip install "octavo[gateway,executor]"'
+        )
+    return " ".join(str(reason).split()) or type(reason).__name__
 
 
 def configure_logging(name: str, level: str) -> None:
