@@ -1,5 +1,6 @@
 """A model from a Hugging Face hub, through huggingface_hub, whose variables (HF_ENDPOINT, HF_TOKEN, ...) rule."""
 
+import os
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +16,7 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 CODE = ("*.py",)
 # Folders hold other formats or the original release; Mistral's consolidated files are the weights once more.
 IGNORED = ("*/*", "consolidated*")
+DEFAULT_ENDPOINT = "https://huggingface.co"
 # For the first answer, names resolved and retries made: what is not reached by then is treated as out of reach.
 REACH_S = 6.0
 
@@ -39,10 +41,10 @@ def download_settings(model: str, *, with_code: bool) -> Path:
 
 
 def _download(model: str, patterns: list[str]) -> Path:
+    _check_endpoint()
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
-    _check_endpoint()
     failures = (HFValidationError, OSError, HTTPError)
     out_of_reach: Exception | None = None
     try:
@@ -60,17 +62,17 @@ def _download(model: str, patterns: list[str]) -> Path:
 
 
 def _check_endpoint() -> None:
-    from huggingface_hub import constants
-
+    """Raise ModelError for an address that cannot be one: huggingface_hub cannot be imported with some of them."""
+    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT)
     try:
-        parts = urlsplit(constants.ENDPOINT)
+        parts = urlsplit(endpoint)
         valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         valid = False
     if not valid:
         raise ModelError(
-            f"HF_ENDPOINT is {constants.ENDPOINT!r}, which is no address of a hub: set it to one such as "
-            "https://huggingface.co, or give a local path as MODEL."
+            f"HF_ENDPOINT is {endpoint!r}, which is no address of a hub: set it to one such as {DEFAULT_ENDPOINT}, or "
+            "give a local path as MODEL."
         )
 
 

@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_named(tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = run("--port", str(port), model=str(tiny_model))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert str(port) in line
 
