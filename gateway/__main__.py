@@ -73,7 +73,7 @@ def _serve(app: "Starlette", config: Config, listener: socket.socket) -> int:
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
-    logger.info("listening on %s; until the model is ready, requests get a 503", url)
+    logger.info("listening on %s (until the model is ready, requests get a 503)", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     server.run(sockets=[listener])

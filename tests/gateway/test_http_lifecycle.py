@@ -43,6 +43,15 @@ async def aborted(served: Served, count: int) -> set[str]:
     return {abort.request_id for abort in await served.scheduler.wait_for(Abort, count)}
 
 
+async def test_the_log_says_when_the_model_is_ready(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "gateway.client"):
+        served.scheduler.can_progress = False
+        await until(lambda: "makes no progress: new requests get a 503 until it does" in caplog.text)
+        assert "the model is ready" not in caplog.text
+        served.scheduler.can_progress = True
+        await until(lambda: "the model is ready: requests are answered from now on" in caplog.text)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat(max_tokens=400)), (COMPLETIONS, completion(max_tokens=400))])
 async def test_a_client_that_leaves_aborts_what_runs(
