@@ -43,15 +43,6 @@ async def aborted(served: Served, count: int) -> set[str]:
     return {abort.request_id for abort in await served.scheduler.wait_for(Abort, count)}
 
 
-async def test_the_log_says_when_the_model_is_ready(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", "gateway.client"):
-        served.scheduler.can_progress = False
-        await until(lambda: "makes no progress: new requests get a 503 until it does" in caplog.text)
-        assert "the model is ready" not in caplog.text
-        served.scheduler.can_progress = True
-        await until(lambda: "the model is ready: requests are answered from now on" in caplog.text)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat(max_tokens=400)), (COMPLETIONS, completion(max_tokens=400))])
 async def test_a_client_that_leaves_aborts_what_runs(
@@ -179,6 +170,23 @@ async def test_no_work_is_taken_while_none_can_progress(tiny_model: Path, schedu
             while (await served.http.get("/health")).status_code != 200:
                 await asyncio.sleep(0.01)
         await served.chat()
+
+
+async def test_the_log_says_when_the_model_is_ready_and_when_it_no_longer_is(
+    tiny_model: Path, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler.can_progress = False
+    with caplog.at_level("INFO", "gateway.client"):
+        async with serving(tiny_model, scheduler):
+            for can_progress in (True, False, True):
+                said = len(caplog.messages)
+                scheduler.can_progress = can_progress
+                await until(lambda said=said: len(caplog.messages) > said)
+    assert caplog.messages == [
+        "the model is ready: requests are answered from now on",
+        f"{scheduler.address} makes no progress: new requests get a 503 until it does",
+        "the model is ready: requests are answered from now on",
+    ]
 
 
 async def test_without_a_scheduler_there_is_a_503(tiny_model: Path, scheduler: FakeScheduler) -> None:
