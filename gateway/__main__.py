@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from protocol.config import Config
 from protocol.extras import imports_of
 from protocol.lifeline import Heart
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 with imports_of("python -m gateway", "gateway"):
     import uvicorn
@@ -55,9 +55,8 @@ def main() -> int:
             raise ValueError("no model: set --model to its directory")
         metrics = Metrics(model_names(config)[0])
         app = create_app(config, metrics)
-    except ValueError as error:
-        print(f"python -m gateway: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refuse("gateway", error)
     with ExitStack() as stack:
         try:
             listener = stack.enter_context(_listen(config.host, config.port))
@@ -80,7 +79,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         # A name's are negative.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another port or --host.") from None
 
 
 class Server(uvicorn.Server):
@@ -114,7 +113,7 @@ def _serve(
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
-    logger.info("listening on %s", url)
+    logger.info("listening on %s (until the model is ready, requests get a 503)", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

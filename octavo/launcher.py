@@ -6,15 +6,16 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 
-from octavo.errors import LaunchError
-from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
+from octavo.errors import ChildRefusedError, LaunchError
+from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
 from protocol.config import Config
+from protocol.process import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Launcher:
         started_s = time.monotonic()
         while not self.stopping:
             if ended := self.processes.ended():
-                raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
+                raise _start_error(ended, self.processes.statuses())
             if answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -64,6 +65,13 @@ class Launcher:
         if self.stopping:
             logger.info("stopping")
         self.processes.stop()
+
+
+def _start_error(ended: str, statuses: Sequence[int]) -> LaunchError:
+    """Return the error of a server one of whose children, as `ended` says, has ended before it was ready."""
+    if REFUSED in statuses:
+        return ChildRefusedError(f"the {ended}: it says why above")
+    return LaunchError(f"nothing is served: {why_ended_early(ended, statuses)}; what it said last is above")
 
 
 def serve(config: Config, model_directory: Path, served_name: str) -> None:

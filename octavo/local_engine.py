@@ -19,7 +19,7 @@ from octavo.errors import GenerationError, LaunchError
 from octavo.generating import Generating, collected, output_of
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
-from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
+from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
 from octavo.resolve import resolve_model
 from protocol.config import Config
 
@@ -68,7 +68,7 @@ class LocalEngine:
             self._start(log)
         except _EndedEarlyError as error:
             self.close()
-            raise LaunchError(f"the {error} before the model was ready: {log.cause()}") from None
+            raise LaunchError(f"{error}: {log.cause()}") from None
         except BaseException:
             self.close()
             raise
@@ -135,6 +135,7 @@ class LocalEngine:
             config.model or None,
             trust_remote_code=config.trust_remote_code,
             needs_weights=config.load_format != "dummy",
+            use_modelscope=config.use_modelscope,
         )
         self.config = msgspec.structs.replace(
             with_sockets_in(self._resources.enter_context(socket_directory()), config),
@@ -183,7 +184,7 @@ class LocalEngine:
     def _wait_until_ready(self, processes: Processes, engine: Engine) -> None:
         while (ready := engine.ready) is None or not engine.healthy:
             if ended := processes.ended():
-                raise _EndedEarlyError(ended)
+                raise _EndedEarlyError(why_ended_early(ended, processes.statuses()))
             if self._closing.wait(POLL_S):
                 raise GenerationError("the model was closed before it was ready")
         self._preparation = Preparation(self.files, ready, self.config.seed)

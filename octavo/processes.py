@@ -170,6 +170,11 @@ class Processes:
         """Return which process has ended and how, if there is one."""
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
 
+    def statuses(self) -> list[int]:
+        """Return how those ended that did: a status, or the number of a signal below 0."""
+        processes = [process for child in self.children.values() for process in child.processes]
+        return [status for process in processes if (status := process.poll()) is not None]
+
     def revive(self) -> None:
         """Start again what has ended, each after its wait. To be called every POLL_S."""
         for child in self.children.values():
@@ -190,6 +195,17 @@ class Processes:
     def _start_process(self, role: str, config: Config) -> Process:
         environ = child_environ(config, os.environ, secrets=role == "gateway")
         return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
+
+
+def why_ended_early(ended: str, statuses: Sequence[int]) -> str:
+    """Return what to tell of processes of which one, as `ended` says, ended before the model was ready."""
+    if -signal.SIGKILL in statuses:
+        return (
+            f"the {ended} before the model was ready, which is how a system ends a process when memory runs out "
+            "(`dmesg` tells). Take a smaller model, quantization int8 or int4, a smaller kv_cache_memory_bytes, or "
+            "free some memory"
+        )
+    return f"the {ended} before the model was ready"
 
 
 def end_processes(processes: Sequence[Process]) -> None:

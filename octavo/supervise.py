@@ -16,8 +16,8 @@ from contextlib import contextmanager
 
 from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
+from protocol.process import REFUSED
 
-CANNOT_START = 2  # the status of our processes for settings or a model that no further life could use
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 TURN_S = 1.0  # a look at the beats, unless a signal comes before
 PR_SET_CHILD_SUBREAPER = 36
@@ -26,16 +26,15 @@ PR_SET_CHILD_SUBREAPER = 36
 def supervise(command: Sequence[str], hang_timeout_s: float, stop_grace_s: float = STOP_GRACE_S) -> int:
     """Keep `command`, one of our processes, running until a signal; return the status with which it ended at last.
 
-    The signal is passed on, and the process killed if it has not ended `stop_grace_s` later.
-
-    It ends by itself where the process says that it cannot start. Raises LaunchError if the command cannot be run.
+    The signal is passed on, and the process killed if it has not ended `stop_grace_s` later. It ends by itself where
+    the process refuses to start, which no further life would mend. Raises LaunchError if the command cannot be run.
     """
     adopt_orphans()
     with _signals() as signals:
         child = Child(f"process {shlex.join(command)}", lambda: [_start(command)], hang_timeout_s)
         while not signals.asked:
-            if child.processes[0].poll() == CANNOT_START:
-                return CANNOT_START
+            if child.processes[0].poll() == REFUSED:
+                return REFUSED
             child.revive(time.monotonic())
             process = child.processes[0]
             signals.wait(TURN_S if process.returncode is None else POLL_S)
