@@ -29,7 +29,8 @@ def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) ->
         return directory
     sources = sorted({path for pattern in SOURCES for path in directory.glob(pattern)})
     # One that is code may keep its vocabulary anywhere.
-    if not sources and not (trust_remote_code and "auto_map" in read_object(directory / "tokenizer_config.json")):
+    is_code = trust_remote_code and "auto_map" in read_object(directory / "tokenizer_config.json")
+    if not (sources or is_code or is_older(read_object(directory / "config.json"))):
         raise ModelError(
             f"{model} has no tokenizer: {directory} has neither tokenizer.json nor files to make one from. Copy "
             "tokenizer.json and tokenizer_config.json from the model that it was trained from."

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 LEAST_LIKENESS = 0.65  # of the whole name
-LEAST_WORD_LIKENESS = 0.56  # of each word that was typed; a beginning, such as "mem" of "memory", is like it too
+LEAST_WORD_LIKENESS = 0.58  # of each word that was typed; a beginning, such as "mem" of "memory", is like it too
 
 # What other servers call a setting of ours.
 OTHER_NAMES = {
