@@ -12,7 +12,8 @@ import msgspec
 
 from octavo.errors import CommandError
 from octavo.launcher import answers, health_url, listening_port
-from protocol.config import Config, child_environ
+from octavo.settings import HTTP_FIELDS
+from protocol.config import FIELDS, Config, child_environ
 from protocol.process import LIFELINE_FLAG
 
 POLL_S = 0.1
@@ -25,7 +26,8 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
     Raises CommandError if it ends before it is ready: it has said why. It also ends when this process is killed.
     """
     key = secrets.token_urlsafe()
-    config = msgspec.structs.replace(config, host="127.0.0.1", port=0, api_key=(key,))
+    as_usual = {name: FIELDS[name].default for name in HTTP_FIELDS}  # variables may be those of another server here
+    config = msgspec.structs.replace(config, **{**as_usual, "port": 0, "api_key": (key,)})
     config = msgspec.structs.replace(config, port=listening_port(config))
     lifeline, lifeline_end = os.pipe()
     process = subprocess.Popen(

@@ -79,7 +79,7 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
     if not source.is_file():
-        raise CommandError(f"--input-path {source} is no file")
+        raise CommandError(f"--input-path {source} is no regular file")
     if target.exists() and target.samefile(source):
         raise ConfigError("--output-path is the same file as --input-path")
     if target.suffix == ".txt":
