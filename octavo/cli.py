@@ -32,8 +32,12 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(sys.argv[1:] if argv is None else list(argv))
+        return _run(arguments)
+    except (CommandError, GenerationError, LaunchError, ModelError) as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -49,9 +53,6 @@ def _run(arguments: Sequence[str]) -> int:
         return int(run(flags))
     except ConfigError as error:
         parser.error(str(error))
-    except (CommandError, GenerationError, LaunchError, ModelError) as error:
-        print(f"octavo: {error}", file=sys.stderr)
-        return 1
 
 
 def build_parser(typed: str = "") -> ArgumentParser:
