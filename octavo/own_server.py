@@ -26,7 +26,8 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
     Raises CommandError if it ends before it is ready: it has said why. It also ends when this process is killed.
     """
     key = secrets.token_urlsafe()
-    as_usual = {name: FIELDS[name].default for name in HTTP_FIELDS}  # variables may be those of another server here
+    # Variables that say where to listen may be those of another server here.
+    as_usual = {name: field.default for name, field in FIELDS.items() if name in HTTP_FIELDS}
     config = msgspec.structs.replace(config, **{**as_usual, "port": 0, "api_key": (key,)})
     config = msgspec.structs.replace(config, port=listening_port(config))
     lifeline, lifeline_end = os.pipe()

@@ -11,7 +11,7 @@ from protocol.suggestions import suggestion
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = ("frontend_address", "backend_address", "schedulers", "rank", "distributed_address")
 # A script's own engine listens nowhere.
-HTTP_FIELDS = ("host", "port", "api_key")
+HTTP_FIELDS = ("host", "port", "metrics_port", "api_key")
 KEYWORDS = tuple(name for name in FIELDS if name not in (*LAUNCHER_FIELDS, *HTTP_FIELDS))
 
 AnyClass = TypeVar("AnyClass", bound=type)
