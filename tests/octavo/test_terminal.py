@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from gateway.__main__ import listen
 from octavo.cli import main
-from protocol.messages import Submit, unpack_ids
+from protocol.messages import Abort, Submit, unpack_ids
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, serving
 from tests.fakes.model_directories import IM_END, VOCAB_SIZE, text_ids, write_tiny_model
@@ -194,6 +194,7 @@ async def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(served: Served) -> Non
         served.scheduler.paused = True
         terminal.interrupt()
         await terminal.until("> ", 3)
+        await served.scheduler.wait_for(Abort)
         served.scheduler.paused = False
         served.scheduler.reply = lambda submit: [*text_ids("Blue."), IM_END]
         terminal.type("two\r")
