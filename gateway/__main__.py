@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from protocol.config import Config
 from protocol.extras import imports_of
 from protocol.lifeline import Heart
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 with imports_of("python -m gateway", "gateway"):
     import uvicorn
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
+    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that cannot be had."""
     config, heart = start_process(
         "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
     )
@@ -53,18 +53,17 @@ def main() -> int:
             raise ValueError("no model: set --model to its directory")
         metrics = Metrics(model_names(config)[0])
         app = create_app(config, metrics)
-    except ValueError as error:
-        print(f"python -m gateway: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refuse("gateway", error)
     with ExitStack() as stack:
         try:
-            listener = stack.enter_context(_listen(config.host, config.port))
+            listener = stack.enter_context(_listen(config.host, config.port, "--port"))
             beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
-                beside = _metrics_alone(metrics, config, stack.enter_context(_listen(config.host, config.metrics_port)))
+                page = stack.enter_context(_listen(config.host, config.metrics_port, "--metrics-port"))
+                beside = _metrics_alone(metrics, config, page)
         except ListenError as error:
-            print(f"python -m gateway: {error}", file=sys.stderr)
-            return 1
+            return refuse("gateway", error)
         return _serve(app, config, listener, beside, heart)
 
 
@@ -72,13 +71,13 @@ class ListenError(Exception):
     """A port that cannot be had."""
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
         # A name's are negative.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another {flag} or --host.") from None
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -114,7 +113,7 @@ def _serve(
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
-    logger.info("listening on %s", url)
+    logger.info("listening on %s (until the model is ready, requests get a 503)", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:

@@ -154,7 +154,7 @@ def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{path} cannot be used: {error}") from error
+        raise ValueError(f"{path} cannot be used: {error}. Download the model again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from octavo import __version__
-from octavo.errors import CommandError, GenerationError, LaunchError, ModelError
+from octavo.errors import ChildRefusedError, CommandError, GenerationError, LaunchError, ModelError
 from protocol.config import ConfigError
 from protocol.extras import MissingExtraError, require_extras
-from protocol.process import ArgumentParser
+from protocol.process import ArgumentParser, paragraph
 
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
 
@@ -44,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         return _run(arguments)
+    except ChildRefusedError:
+        return 1
     except (CommandError, GenerationError, LaunchError, MissingExtraError, ModelError) as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        print(f"octavo: {paragraph(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

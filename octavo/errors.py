@@ -13,5 +13,9 @@ class LaunchError(RuntimeError):
     """The server cannot start; the message says why, or that the process which failed has said it."""
 
 
+class ChildRefusedError(LaunchError):
+    """A process does not start, and has said why in one paragraph: there is nothing to add."""
+
+
 class GenerationError(RuntimeError):
     """A generation cannot be finished: it was closed under way, or the engine gave it up. The message says why."""

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.errors import LaunchError
+from octavo.errors import ChildRefusedError, LaunchError
 from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
 from protocol.config import Config
+from protocol.process import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Launcher:
         started_s = time.monotonic()
         while not self.stopping:
             if ended := self.processes.ended():
-                raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
+                raise _start_error(self.processes, ended)
             if answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -64,6 +65,20 @@ class Launcher:
         if self.stopping:
             logger.info("stopping")
         self.processes.stop()
+
+
+def _start_error(processes: Processes, ended: str) -> LaunchError:
+    """Return the error of a server of which, as `ended` says, a process has ended before it was ready."""
+    statuses = processes.statuses()
+    if REFUSED in statuses:
+        return ChildRefusedError(f"the {ended}: it says why above")
+    if -signal.SIGKILL in statuses:
+        return LaunchError(
+            f"nothing is served: the {ended} before it was ready, which is how a system ends a process when memory "
+            "runs out (`dmesg` tells). Take a smaller model, --quantization int8 or int4, a smaller "
+            "--kv-cache-memory-bytes, or free some memory."
+        )
+    return LaunchError(f"nothing is served: the {ended} before it was ready; what it said last is above.")
 
 
 def serve(config: Config, model_directory: Path, served_name: str) -> None:

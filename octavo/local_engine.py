@@ -135,6 +135,7 @@ class LocalEngine:
             config.model or None,
             trust_remote_code=config.trust_remote_code,
             needs_weights=config.load_format != "dummy",
+            use_modelscope=config.use_modelscope,
         )
         self.config = msgspec.structs.replace(
             with_sockets_in(self._resources.enter_context(socket_directory()), config),

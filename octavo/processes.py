@@ -170,6 +170,10 @@ class Processes:
         """Return which process has ended and how, if there is one."""
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
 
+    def statuses(self) -> list[int | None]:
+        """Return the exit status of every process, None of those that live."""
+        return [process.poll() for child in self.children.values() for process in child.processes]
+
     def revive(self) -> None:
         """Start again what has ended, each after its wait. To be called every POLL_S."""
         for child in self.children.values():

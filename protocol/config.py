@@ -49,6 +49,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " serves the demo model without any"
         ),
     ] = ""
+    use_modelscope: Annotated[
+        bool, Meta(description="fetch a model that is named by its id from ModelScope (needs: pip install modelscope)")
+    ] = False
     served_model_name: Annotated[
         tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
     ] = ()

@@ -19,6 +19,7 @@ from protocol.suggestions import suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -35,7 +36,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
 def start_process(
@@ -70,6 +71,17 @@ def inherited_heart(fd: int | None) -> Heart:
     lifeline = socket.socket(fileno=fd)
     lifeline.set_inheritable(False)  # a child's copy would outlive this process
     return Heart(lifeline)
+
+
+def refuse(name: str, reason: Exception | str) -> int:
+    """Say in one paragraph why the process does not start, and return its exit status."""
+    print(f"python -m {name}: {paragraph(reason)}", file=sys.stderr)
+    return REFUSED
+
+
+def paragraph(reason: Exception | str) -> str:
+    """Return what is wrong as one line, in words for an operator."""
+    return " ".join(str(reason).split()) or type(reason).__name__
 
 
 def configure_logging(name: str, level: str) -> None:

@@ -21,6 +21,7 @@ FLAG_GROUPS = {
         "log_level",
     ),
     "model": (
+        "use_modelscope",
         "trust_remote_code",
         "load_format",
         "quantization",

@@ -15,11 +15,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.set_defaults(run=run)
     add_model(parser)
-    add_flags(parser, ("trust_remote_code", "log_level"))
+    add_flags(parser, ("use_modelscope", "trust_remote_code", "log_level"))
 
 
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
     configure_logging("octavo", config.log_level)
-    print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
+    print(pull(config.model or None, trust_remote_code=config.trust_remote_code, use_modelscope=config.use_modelscope))
     return 0

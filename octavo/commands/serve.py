@@ -42,6 +42,7 @@ def run(flags: Mapping[str, Any]) -> int:
         config.model or None,
         trust_remote_code=config.trust_remote_code,
         needs_weights=config.load_format != "dummy",
+        use_modelscope=config.use_modelscope,
     )
     serve(config, resolved.directory, resolved.served_name)
     return 0
