@@ -59,9 +59,9 @@ def test_the_key_reaches_the_gateways_alone(stack: dict[str, Any]) -> None:
 
 def test_what_connects_meets_what_is_bound(stack: dict[str, Any]) -> None:
     scheduler = environment(stack, "scheduler")
-    for name, service in (("OCTAVO_FRONTEND_ADDRESS", "gateway"), ("OCTAVO_BACKEND_ADDRESS", "executor")):
-        connected = environment(stack, service)[name]
-        assert connected == scheduler[name].replace("*", "scheduler")
+    for service, link in (("gateway", "FRONTEND"), ("executor", "BACKEND"), ("executor", "FRONTEND")):
+        connected = environment(stack, service)[f"OCTAVO_{link}_ADDRESS"]
+        assert connected == scheduler[f"OCTAVO_{link}_ADDRESS"].replace("*", "scheduler")
 
 
 def test_nginx_and_prometheus_ask_the_gateways_ports(stack: dict[str, Any]) -> None:

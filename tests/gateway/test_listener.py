@@ -3,17 +3,13 @@
 import asyncio
 import errno
 import socket
-import tempfile
 from pathlib import Path
 
-import httpx
 import pytest
 
 from gateway.listener import listen, turn_away
-from tests.fakes.fake_scheduler import FakeScheduler, running
-from tests.fakes.gateway_server import completion, serving
-from tests.fakes.model_directories import VOCAB_SIZE
-from tests.gateway.test_http_process import gateway
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.gateway_server import serving
 
 
 def connecting(listener: socket.socket) -> socket.socket:
@@ -65,10 +61,12 @@ async def test_a_connection_that_has_not_asked_yet_is_answered_once_more(
     assert b"connection: close\r\n" in answer
 
 
-async def test_a_request_that_comes_before_the_scheduler_has_answered_waits_for_it(tiny_model: Path) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
-        with gateway(model=str(tiny_model), schedulers=scheduler.address) as (_, url, _):
-            async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
-                response = await http.post(f"{url}/v1/completions", json=completion(model=None))
-    assert response.status_code == 200, response.text
+async def test_a_request_that_comes_before_the_scheduler_has_answered_waits_for_it(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    scheduler.frozen = True
+    async with serving(tiny_model, scheduler) as served:
+        asking = asyncio.create_task(served.complete())
+        assert await asyncio.wait([asking], timeout=0.2) == (set(), {asking})
+        scheduler.frozen = False
+        await asking
