@@ -20,7 +20,7 @@ import openai
 NUM_CLIENTS = 6
 NUM_ROUNDS_AFTER = 3  # requests of each client once the command has ended
 PROMPTS = ("The first page of a book", "A list of colours:", "Once upon a time", "To fold a sheet of paper,")
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 LONGEST_ANSWER_S = 300.0
 
 
