@@ -2,10 +2,11 @@
 
 import signal
 import sys
+import threading
 import time
 
 from protocol.extras import imports_of
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 FIELDS = (
     "model",
@@ -28,6 +29,7 @@ FIELDS = (
     "distributed_address",
     "backend_address",
 )
+TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
 def main() -> int:
@@ -41,17 +43,19 @@ def main() -> int:
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     with imports_of("python -m executor", "executor"):
         import kernels  # noqa: F401
-        from executor.group import Relay, follow
+        from executor.group import Relay, follow, is_local
         from executor.parallel import GroupLostError
         from executor.server import serve
-        from executor.startup import logger, start_executor
+        from executor.startup import START_FAILURES, logger, start_executor
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:
         executor = start_executor(config, heart)
-    except ValueError as error:
-        print(f"python -m executor: {error}", file=sys.stderr)
-        return 2
+    except START_FAILURES as error:
+        logger.debug("where it failed", exc_info=error)
+        if config.rank and is_local(config):
+            threading.Event().wait(TURN_S)  # rank 0, which finds the same, says it for all
+        return refuse("executor", error)
     except GroupLostError as error:
         logger.error("%s", error)
         return 1

@@ -76,14 +76,20 @@ class Checkpoint:
         if left_over := {name for name in present - needed - unneeded if not self.is_empty_bias(name)}:
             problems.append(f"has, of no use to the model, {listed(left_over)}")
         if problems:
-            raise ValueError(f"the checkpoint {self._directory} {' and '.join(problems)}")
+            raise ValueError(
+                f"the checkpoint {self._directory} {' and '.join(problems)}. It is incomplete, or not what its"
+                " config.json says: download it again"
+            )
 
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         tensor = self._handles[name].get_slice(name)
         shape = list(part.shape)
         shape[shard.dim] = shard.size
         if list(tensor.get_shape()) != shape:
-            raise ValueError(f"{name} has shape {tensor.get_shape()}, but config.json asks for {shape}")
+            raise ValueError(
+                f"{name} has shape {tensor.get_shape()}, but config.json asks for {shape}: they are not of one model."
+                " Download it again"
+            )
         if tensor.get_dtype() == FP8 and self._quantization is not None:
             part.copy_(self._read_fp8(name, shard))
         elif tensor.get_dtype() in READABLE_TYPES:
@@ -151,7 +157,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     paths = [directory / name for name in (indexed_files(index) if index.exists() else [SINGLE_FILE])]
     if absent := [path.name for path in paths if not path.is_file()]:
-        raise ValueError(f"{directory} has no {', '.join(absent)}")
+        raise ValueError(f"{directory} has no {', '.join(absent)}: download the model again")
     return paths
 
 
@@ -159,7 +165,7 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or incomplete: {error}") from None
+        raise ValueError(f"{path} is damaged or incomplete: {error}. Download it again") from None
 
 
 def listed(names: set[str], limit: int = 5) -> str:

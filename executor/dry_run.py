@@ -15,7 +15,7 @@ import kernels  # before torch
 import torch
 
 from executor.__main__ import FIELDS
-from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
+from executor.dtypes import choose_dtype, choose_kv_dtype, choose_product_dtype, has_bfloat16
 from executor.footprint import (
     Footprint,
     borrowed_footprint,
@@ -127,8 +127,7 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
     """
     device = own_device(config, chosen.device)
     dtype, reason = choose_dtype(config.dtype, plan.checkpoint_dtype, device, has_bfloat16=has_bfloat16(device))
-    widened = chosen.name == "cpu" and dtype == torch.bfloat16 and not has_bfloat16(device)
-    product_dtype = torch.float32 if widened else dtype
+    product_dtype = choose_product_dtype(chosen.name, dtype, device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         usable = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)

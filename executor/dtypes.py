@@ -30,6 +30,12 @@ def choose_dtype(
     return checkpoint_dtype, f"the checkpoint is {name}"
 
 
+def choose_product_dtype(backend_name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype in which a backend holds plain weights of products; `dtype` is that of the activations."""
+    widened = backend_name == "cpu" and dtype == torch.bfloat16 and not has_bfloat16(device)
+    return torch.float32 if widened else dtype
+
+
 def choose_kv_dtype(requested: str, dtype: torch.dtype, backend_name: str) -> torch.dtype:
     """Return the dtype of the KV cache; `requested` is `Config.kv_cache_dtype`, `dtype` that of the activations.
 

@@ -82,8 +82,9 @@ def choose_forms(directory: Path, model: ModelDescription, config: Config) -> We
     if found is None or config.load_format == "dummy":
         return PLAIN
     if found.method == "gguf":
-        tensors = read_index(directory).tensors
-        return WeightForms("weights as the GGUF file has them", lambda weight: gguf_form(tensors[weight.name].type))
+        kinds = {name: tensor.type for name, tensor in read_index(directory).tensors.items()}
+        # A tensor that is not there is an error at load.
+        return WeightForms("weights as the GGUF file has them", lambda weight: gguf_form(kinds.get(weight.name, "")))
     return _projections(f"in {found.method}", lambda size: packed_form(found, size))
 
 

@@ -60,8 +60,9 @@ def size_pool(
         room_bytes = max(0, share_bytes - activation_bytes)
         num_blocks = min(room_bytes // block_bytes, config.max_num_seqs * sequence_blocks)
     if num_blocks < sequence_blocks:
+        longest = num_blocks * config.block_size
         raise ValueError(
-            _no_room(sequence_blocks * block_bytes, room_bytes, max_model_len, num_blocks * config.block_size)
+            _no_room(sequence_blocks * block_bytes, room_bytes, max_model_len, longest, _more_room(config, device))
         )
     return PoolSize(num_blocks, block_bytes)
 
@@ -155,9 +156,41 @@ def _group_room(group: Path) -> int | None:
     return limit - used + table.get("total_inactive_file", table.get("inactive_file", 0))
 
 
-def _no_room(needed_bytes: int, room_bytes: int, max_model_len: int, longest: int) -> str:
+def _no_room(needed_bytes: int, room_bytes: int, max_model_len: int, longest: int, more_room: str) -> str:
+    shorter = f"--max-model-len to {longest} or less, or " if longest else ""
     return (
         f"a sequence of {max_model_len} tokens (max_model_len) needs {needed_bytes} bytes of KV cache, and there is"
-        f" room for {room_bytes}: set --max-model-len to {longest} or less, or --kv-cache-memory-bytes to"
-        f" {needed_bytes} or more"
+        f" room for {room_bytes}: set {shorter}--kv-cache-memory-bytes to {needed_bytes} or more{more_room}"
     )
+
+
+def _more_room(config: Config, device: torch.device) -> str:
+    """Return what else makes room for the KV cache, which is not the same everywhere, as the end of a sentence."""
+    if config.kv_cache_memory_bytes is not None:
+        return ""
+    if device.type == "cuda":
+        return (
+            f", or raise --gpu-memory-utilization ({config.gpu_memory_utilization}), take --kv-cache-dtype fp8, or"
+            " share the model with --tensor-parallel-size"
+        )
+    return f" (the default is {CPU_SHARE:.0%} of what is free), or free some memory"
+
+
+def refuse_too_large(
+    config: Config, weight_bytes: int, device: torch.device, root: Path = ROOT, *, num_sharing: int = 1
+) -> None:
+    """Raise ValueError if weights of so many bytes, of this rank, cannot be held, before minutes of loading."""
+    if device.type == "cuda":
+        free_bytes = free_device_bytes(device, config.gpu_memory_utilization)
+        where = f"of the GPU's memory by --gpu-memory-utilization {config.gpu_memory_utilization}"
+    else:
+        try:
+            free_bytes, where = usable_bytes(root) // num_sharing, "of this machine's memory"
+        except ValueError:
+            return  # `size_pool` says so, where it has to know
+    if weight_bytes > free_bytes:
+        raise ValueError(
+            f"the weights take {weight_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB {where} are free: free"
+            " some, round the weights with --quantization int8 or int4, share them among more devices with"
+            " --tensor-parallel-size, or take a smaller model"
+        )

@@ -12,11 +12,12 @@ import torch
 
 import kernels
 from executor.device import Device, device_of
-from executor.dtypes import choose_dtype, choose_kv_dtype, has_bfloat16
+from executor.dtypes import choose_dtype, choose_kv_dtype, choose_product_dtype, has_bfloat16
 from executor.fingerprint import model_fingerprint
+from executor.footprint import borrowed_footprint, choose_forms, native_footprint
 from executor.group import check_agreement, join_group, num_local_ranks, own_device
-from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, size_pool, total_bytes
-from executor.models import LoadedModel, ModelDescription, load_model, read_model_config
+from executor.memory import KVShape, PoolSize, allocate_kv_caches, block_bytes, refuse_too_large, size_pool, total_bytes
+from executor.models import LoadedModel, ModelConfig, ModelDescription, load_model, read_model_config
 from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.parallel import ALONE, TensorParallel
 from executor.runner import ModelRunner
@@ -31,6 +32,9 @@ from protocol.messages import ExecutorReady
 from protocol.sockets import new_identity
 
 logger = logging.getLogger(__name__)
+
+# What an operator can do something about: a setting, a file, memory.
+START_FAILURES = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
 class Executor(NamedTuple):
@@ -106,7 +110,10 @@ def choose_max_model_len(requested: int | None, model_config: ModelDescription) 
     """Return the longest sequence to serve. Raises ValueError if the model is not made for what is requested."""
     longest = model_config.longest_sequence_tokens
     if requested is not None and requested > longest:
-        raise ValueError(f"max_model_len ({requested}) is beyond what the model is made for: {longest} tokens")
+        raise ValueError(
+            f"max_model_len ({requested}) is beyond what the model is made for: {longest} tokens. Set --max-model-len"
+            f" to {longest} or less, or leave it out; what stretches a model (rope_scaling) belongs in its config.json"
+        )
     return requested or model_config.default_max_model_len
 
 
@@ -124,6 +131,7 @@ def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choi
     choices = Choices(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name))
     if config.rank == 0:  # which says it for all
         _refuse_impossible(config, choices, device)
+        _refuse_too_large(config, choices, chosen, device)
         _warn_of_no_effect(config, device)
     return choices
 
@@ -137,6 +145,20 @@ def _refuse_impossible(config: Config, choices: Choices, device: torch.device) -
         for num_kv_heads, key_size, value_size in choices.model_config.kv_shapes
     ]
     _size_pool(config, shapes, choices.max_model_len, choices.kv_dtype, device)
+
+
+def _refuse_too_large(config: Config, choices: Choices, chosen: ChosenBackend, device: torch.device) -> None:
+    """Raise ValueError for weights that this rank has no memory for."""
+    model = choices.model_config
+    forms = choose_forms(Path(config.model), model, config)
+    if isinstance(model, ModelConfig):
+        parallel = TensorParallel(config.rank, config.tensor_parallel_size)
+        footprint = native_footprint(model, chosen.backend, parallel, forms)
+    else:
+        footprint = borrowed_footprint(model, forms)
+    product_dtype = choose_product_dtype(chosen.name, choices.dtype, device)
+    weight_bytes = footprint.weight_bytes(choices.dtype, product_dtype)
+    refuse_too_large(config, weight_bytes, device, num_sharing=num_local_ranks(config))
 
 
 def _warn_of_no_effect(config: Config, device: torch.device) -> None:

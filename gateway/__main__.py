@@ -12,7 +12,7 @@ from ipaddress import ip_address
 from protocol.config import Config
 from protocol.extras import imports_of
 from protocol.lifeline import Heart
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 with imports_of("python -m gateway", "gateway"):
     import uvicorn
@@ -39,13 +39,14 @@ FIELDS = (
     "shutdown_timeout_s",
 )
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
+METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
+    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that cannot be had."""
     config, heart = start_process(
         "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
     )
@@ -54,33 +55,31 @@ def main() -> int:
             raise ValueError("no model: set --model to its directory")
         metrics = Metrics(model_names(config)[0])
         app = create_app(config, metrics)
-    except ValueError as error:
-        print(f"python -m gateway: {error}", file=sys.stderr)
-        return 2
+    except (ValueError, OSError) as error:
+        return refuse("gateway", error)
     with ExitStack() as stack:
         try:
-            listener = stack.enter_context(_listen(config.host, config.port))
-            extra = None
+            listener = stack.enter_context(_listen(config.host, config.port, "--port"))
+            beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
-                extra = stack.enter_context(_listen(config.host, config.metrics_port))
+                page = stack.enter_context(_listen(config.host, config.metrics_port, "--metrics-port"))
+                beside = _metrics_alone(metrics, config, page)
         except ListenError as error:
-            print(f"python -m gateway: {error}", file=sys.stderr)
-            return 1
-        beside = nullcontext() if extra is None else _metrics_alone(metrics, config, extra)
-        return _serve(app, config, listener, heart, beside)
+            return refuse("gateway", error)
+        return _serve(app, config, listener, beside, heart)
 
 
 class ListenError(Exception):
     """A port that cannot be had."""
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
         # A name's are negative.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another {flag} or --host.") from None
 
 
 class Server(uvicorn.Server):
@@ -107,14 +106,14 @@ def _serve(
     app: Starlette,
     config: Config,
     listener: socket.socket,
-    heart: Heart,
     beside: AbstractAsyncContextManager[None],
+    heart: Heart,
 ) -> int:
     server = Server(uvicorn_config(app, config), heart)
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
-    logger.info("listening on %s", url)
+    logger.info("listening on %s (until the model is ready, requests get a 503)", url)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
@@ -131,10 +130,10 @@ async def _serve_beside(
 
 def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) -> AbstractAsyncContextManager[None]:
     logger.info("metrics alone, for anyone, at %s/metrics", _url(listener))
-    return serving(uvicorn_config(create_metrics_app(metrics), config), listener)
+    return serving(uvicorn_config(create_metrics_app(metrics), config, grace_s=METRICS_GRACE_S), listener)
 
 
-def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, config: Config, *, grace_s: int | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -145,7 +144,7 @@ def uvicorn_config(app: Starlette, config: Config) -> uvicorn.Config:
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=config.shutdown_timeout_s,
+        timeout_graceful_shutdown=config.shutdown_timeout_s if grace_s is None else grace_s,
     )
 
 

@@ -76,8 +76,8 @@ def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: 
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
     It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
-    seconds gets a comment. Raises ValueError if the directory cannot be
-    used. Nothing is connected before the application's lifespan begins.
+    seconds gets a comment. Raises ValueError if the directory cannot be used. Nothing is connected before the
+    application's lifespan begins.
     """
     names = model_names(config)
     metrics = metrics or Metrics(names[0])
@@ -101,12 +101,14 @@ def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_ali
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
         async with Engine(scheduler_clients(config), files.tokenizer) as engine:
-            metrics.registry.register(EngineCollector(engine, names[0]))
+            reports = EngineCollector(engine, names[0])
+            metrics.registry.register(reports)
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
             # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
             await engine.first_answer(FIRST_ANSWER_S)
             yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s)}
             watching.cancel()
+            metrics.registry.unregister(reports)
         files.tokenizer.close()
 
     return lifespan

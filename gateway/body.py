@@ -16,6 +16,9 @@ MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by val
 MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse holds it longer
 MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
 
+# msgspec's words for a value of the right type that is beyond its bounds, too long or malformed.
+OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]=? .*|of length .*|matching .*|that's .*)", re.DOTALL)
+
 JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
@@ -44,7 +47,7 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from None
+        raise invalid_field(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
     except RecursionError:
@@ -65,7 +68,7 @@ def _too_large() -> RequestError:
     return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="body_too_large")
 
 
-def _invalid(complaint: str, kind: Any) -> RequestError:
+def invalid_field(complaint: str, kind: Any) -> RequestError:
     """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
     reason, _, path = complaint.partition(" - at ")
     param = _shortened(re.sub(r"^.*?\$\.?", "", path.strip("`")))
@@ -82,9 +85,10 @@ def _invalid(complaint: str, kind: Any) -> RequestError:
         )
     if value := re.fullmatch(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
         return RequestError(f"{param} cannot be {_shortened(value[1])}", param=param, code="unsupported_value")
+    code = "invalid_value" if OUT_OF_RANGE.fullmatch(reason) else "invalid_type"
     words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)
     subject = param or "the body"
-    return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code="invalid_type")
+    return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code=code)
 
 
 def _shortened(text: str) -> str:

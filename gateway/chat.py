@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
-from gateway.chat_template import ChatTemplateError
+from gateway.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from gateway.choices import Choices, Whole, generation_requests
 from gateway.engine import Delta, TokenLogprob
 from gateway.errors import RequestError
@@ -73,22 +73,26 @@ async def _answer(service: Service, tenant: str, body: ChatRequest, arrived_s: f
 
 
 async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) -> list[int]:
+    chat = await asyncio.to_thread(render_chat, service.files.chat_template, body, ready.max_model_len)
+    return await service.files.tokenizer.encode_chat(chat)
+
+
+def render_chat(template: ChatTemplate, body: ChatRequest, max_model_len: int) -> RenderedChat:
+    """Return the prompt of the messages. CPU work: call it in a thread. Raises RequestError."""
     messages = [
         {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
         for message in body.messages
     ]
     continues = bool(body.continue_final_message)
     prompts_answer = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    check_text_length(sum(len(message["content"]) for message in messages), ready.max_model_len, "messages")
+    check_text_length(sum(len(message["content"]) for message in messages), max_model_len, "messages")
     try:
-        chat = await asyncio.to_thread(
-            service.files.chat_template.render,
+        return template.render(
             messages,
             add_generation_prompt=prompts_answer,
             continue_final_message=continues,
             template_kwargs=body.chat_template_kwargs,
         )
-        return await service.files.tokenizer.encode_chat(chat)
     except ChatTemplateError as error:
         param = "chat_template_kwargs" if body.chat_template_kwargs else "messages"
         raise RequestError(str(error), param=param, code="invalid_value") from None

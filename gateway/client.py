@@ -35,6 +35,7 @@ class SchedulerClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._last_heard_s = -float("inf")
         self._answered = asyncio.Event()
+        self._was_healthy = False
 
     @property
     def ready(self) -> Ready | None:
@@ -109,10 +110,18 @@ class SchedulerClient:
 
     async def _tick(self) -> None:
         while True:
+            self._log_health()
             if not self._is_heard:
                 self._send(self._in_flight.fail("the scheduler does not answer", only_new=True))
             self._send(self._in_flight.due(time.monotonic(), seek=not self._is_heard))
             await asyncio.sleep(TICK_S)
+
+    def _log_health(self) -> None:
+        if self.healthy and not self._was_healthy:
+            logger.info("the model is ready: requests are answered from now on")
+        elif self._was_healthy and not self.healthy:
+            logger.warning("%s makes no progress: new requests get a 503 until it does", self.address)
+        self._was_healthy = self.healthy
 
     def _send(self, messages: Iterable[ToScheduler]) -> None:
         """Send what can be sent now. The rest is lost, as any message may be: Hello and repetition make up for it."""

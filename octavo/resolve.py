@@ -10,6 +10,7 @@ from octavo.convert import link_gguf
 from octavo.demo import DEMO_NAME, demo_directory
 from octavo.errors import ModelError
 from octavo.hub import download_settings, download_snapshot
+from octavo.modelscope import download_from_modelscope
 from octavo.tokenizer import with_tokenizer_json
 
 # Counts up when the same GGUF file gives another directory.
@@ -25,28 +26,33 @@ class ResolvedModel:
 
 
 def resolve_model(
-    model: str | None = None, *, trust_remote_code: bool = False, needs_weights: bool = True
+    model: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    needs_weights: bool = True,
+    use_modelscope: bool = False,
 ) -> ResolvedModel:
     """Return the local directory of `model`, downloading and converting what is not there yet.
 
-    `model` is a directory, a `.gguf` file, a Hugging Face id, or None for the demo. The directory has config.json,
+    `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope, or
+    None for the demo. The directory has config.json,
     tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a linked GGUF file.
     Raises ModelError, whose message says in one paragraph what is wrong and what to do.
     """
     if model is None:
         return ResolvedModel(demo_directory(), DEMO_NAME)
-    directory = _locate(model, trust_remote_code, needs_weights)
+    directory = _locate(model, trust_remote_code, needs_weights, use_modelscope)
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=needs_weights)
     return ResolvedModel(with_tokenizer_json(directory, model, trust_remote_code), model)
 
 
-def pull(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
+def pull(model: str | None = None, *, trust_remote_code: bool = False, use_modelscope: bool = False) -> Path:
     """Make `model` ready for serving without a network, and return its directory. Raises ModelError."""
-    return resolve_model(model, trust_remote_code=trust_remote_code).directory
+    return resolve_model(model, trust_remote_code=trust_remote_code, use_modelscope=use_modelscope).directory
 
 
-def resolve_config(model: str | None = None, *, trust_remote_code: bool = False) -> Path:
-    """Return a local directory with the config.json of `model`; of a Hugging Face id only small files are fetched.
+def resolve_config(model: str | None = None, *, trust_remote_code: bool = False, use_modelscope: bool = False) -> Path:
+    """Return a local directory with the config.json of `model`; of an id only small files are fetched.
 
     A GGUF file is described, as for serving; the demo (None) has to be here already. Raises ModelError.
     """
@@ -55,7 +61,11 @@ def resolve_config(model: str | None = None, *, trust_remote_code: bool = False)
     path = Path(model).expanduser()
     if path.is_file():
         return _gguf_directory(path)
-    directory = _local_directory(model) or download_settings(model, with_code=trust_remote_code)
+    directory = _local_directory(model) or (
+        download_from_modelscope(model, with_code=trust_remote_code, with_weights=False)
+        if use_modelscope
+        else download_settings(model, with_code=trust_remote_code)
+    )
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=False)
     return directory
 
@@ -70,11 +80,12 @@ def _present_demo() -> Path:
     return directory
 
 
-def _locate(model: str, trust_remote_code: bool, needs_weights: bool) -> Path:
+def _locate(model: str, trust_remote_code: bool, needs_weights: bool, use_modelscope: bool) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
         return _gguf_directory(path)
-    return _local_directory(model) or download_snapshot(model, with_code=trust_remote_code, with_weights=needs_weights)
+    download = download_from_modelscope if use_modelscope else download_snapshot
+    return _local_directory(model) or download(model, with_code=trust_remote_code, with_weights=needs_weights)
 
 
 def _local_directory(model: str) -> Path | None:

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from octavo.launcher import LaunchError
+from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
+from protocol.process import REFUSED
 
-CANNOT_START = 2  # the status of our processes for settings or a model that no further life could use
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 TURN_S = 1.0  # a look at the beats, unless a signal comes before
 PR_SET_CHILD_SUBREAPER = 36
@@ -34,8 +34,8 @@ def supervise(command: Sequence[str], hang_timeout_s: float, stop_grace_s: float
     with _signals() as signals:
         child = Child(f"process {shlex.join(command)}", lambda: [_start(command)], hang_timeout_s)
         while not signals.asked:
-            if child.processes[0].poll() == CANNOT_START:
-                return CANNOT_START
+            if child.processes[0].poll() == REFUSED:
+                return REFUSED
             child.revive(time.monotonic())
             process = child.processes[0]
             signals.wait(TURN_S if process.returncode is None else POLL_S)

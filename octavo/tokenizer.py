@@ -15,8 +15,8 @@ SOURCES = (
     "vocab.json",
     "vocab.txt",
     "*.tiktoken",
-    "tokenizer_config.json",
 )
+LONGEST_CAUSE = 160  # characters
 
 
 def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) -> Path:
@@ -28,7 +28,8 @@ def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) ->
     if (directory / "tokenizer.json").is_file():
         return directory
     sources = sorted({path for pattern in SOURCES for path in directory.glob(pattern)})
-    if not sources:
+    # One that is code may keep its vocabulary anywhere.
+    if not sources and not (trust_remote_code and "auto_map" in read_object(directory / "tokenizer_config.json")):
         raise ModelError(
             f"{model} has no tokenizer: {directory} has neither tokenizer.json nor files to make one from. Copy "
             "tokenizer.json and tokenizer_config.json from the model that it was trained from."
@@ -54,16 +55,22 @@ def _convert_by_transformers(directory: Path, partial: Path, model: str, trust_r
     try:
         AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code).save_pretrained(partial)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ModelError(_refusal(model, str(error))) from error
+        raise ModelError(_refusal(model, _first_sentence(str(error)))) from error
     if not (partial / "tokenizer.json").is_file():
         raise ModelError(_refusal(model, "it exists as Python code only"))
 
 
 def _refusal(model: str, cause: str) -> str:
     return (
-        f"{model} has no tokenizer.json, and its tokenizer cannot be converted: {' '.join(cause.split())} "
-        "Put a tokenizer.json beside its config.json."
+        f"{model} has no tokenizer.json, and its tokenizer cannot be converted ({cause}). Put a tokenizer.json beside "
+        "its config.json: that of the model it was trained from, or one saved by save_pretrained."
     )
+
+
+def _first_sentence(text: str) -> str:
+    """Return the beginning of what transformers says, which may go on for lines."""
+    words = " ".join(text.split()).split(". ")[0].rstrip(".:")
+    return words if len(words) <= LONGEST_CAUSE else f"{words[:LONGEST_CAUSE]}..."
 
 
 def _key(directory: Path) -> str:

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.suggestions import suggestion
+
 PREFIX = "OCTAVO_"
 
 
@@ -47,6 +49,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " serves the demo model without any"
         ),
     ] = ""
+    use_modelscope: Annotated[
+        bool, Meta(description="fetch a model that is named by its id from ModelScope (needs: pip install modelscope)")
+    ] = False
     served_model_name: Annotated[
         tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
     ] = ()
@@ -213,6 +218,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 # Children other than the gateway never see these.
 SECRETS = ("api_key",)
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 
 
 def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Config:
@@ -227,7 +233,7 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
             values[_field_of(key)] = text
     for name, value in (overrides or {}).items():
         if name not in FIELDS:
-            raise ConfigError(f"unknown setting {name}{nearest(name, FIELDS)}")
+            raise ConfigError(f"unknown setting {name}{suggestion(name, FIELDS)}")
         values[name] = value
     converted: dict[str, Any] = {name: _convert(name, value) for name, value in values.items()}
     if converted.get("generation_config") == "vllm":
@@ -251,7 +257,15 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str] = tuple(F
     """Give `parser` one --flag for each field; only the flags that were given appear in what it parses."""
     for name in names:
         shown, options = _flag_options(name)
-        parser.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=shown, **options)
+        flags = ("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()))
+        parser.add_argument(*flags, default=argparse.SUPPRESS, help=shown, **options)
+
+
+def describe(name: str) -> str:
+    """Return what the field `name` is, with its default."""
+    field = FIELDS[name]
+    default = f" (default: {_show(field.default)})" if field.default not in (None, "", ()) else ""
+    return _description(field.type) + default
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -278,16 +292,14 @@ def _field_of(variable: str) -> str:
     """Return the name of the field that OCTAVO_<NAME> sets. Raises ConfigError."""
     known = {PREFIX + name.upper(): name for name in FIELDS}
     if variable not in known:
-        raise ConfigError(f"unknown variable {variable}{nearest(variable, known)}")
+        raise ConfigError(f"unknown variable {variable}{suggestion(variable, known)}")
     return known[variable]
 
 
 def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
     field = FIELDS[name]
-    base = _base_type(field.type)
-    shown = _description(field.type).replace("%", "%%")
-    if field.default not in (None, "", ()):
-        shown += f" (default: {_show(field.default)})"
+    base = base_type(field.type)
+    shown = describe(name).replace("%", "%%")
     if base is bool:
         return shown, {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(base) is Literal:
@@ -309,7 +321,7 @@ def _show(value: object) -> str:
 
 def _convert(name: str, value: object) -> object:
     kind = FIELDS[name].type
-    base = _base_type(kind)
+    base = base_type(kind)
     try:
         if isinstance(value, str):
             if base is int:
@@ -319,12 +331,12 @@ def _convert(name: str, value: object) -> object:
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         shown = "used" if name in SECRETS else repr(value)
-        raise ConfigError(f"{name} cannot be {shown}: {_reason(kind, value, error)}") from None
+        raise ConfigError(f"{name} cannot be {shown}: {explain_value(kind, value, error)}") from None
 
 
-def _reason(kind: Any, value: object, error: Exception) -> str:
+def explain_value(kind: Any, value: object, error: Exception) -> str:
     """Return why `value` is not of type `kind`, in words for the person who typed it."""
-    base = _base_type(kind)
+    base = base_type(kind)
     if typing.get_origin(base) is Literal:
         choices = typing.get_args(base)
         return f"it is one of {', '.join(choices)}{nearest(str(value), choices)}"
@@ -332,41 +344,41 @@ def _reason(kind: Any, value: object, error: Exception) -> str:
         return "it is true or false"
     if isinstance(error, json.JSONDecodeError):
         return f"it begins like a JSON list, but is none: {error}"
-    if titles := [meta.title for meta in (*_metas(kind), *_metas(base)) if meta.title]:
+    if titles := [meta.title for meta in (*metas_of(kind), *metas_of(base)) if meta.title]:
         return f"it takes {titles[0]}"
     if not isinstance(error, msgspec.ValidationError):
         return str(error)
-    return f"it is a number{_range(kind)}"
+    return f"it is a number{range_of(kind)}"
 
 
-def _range(kind: Any) -> str:
+def range_of(kind: Any) -> str:
     """Return the bounds of a number's type in words, such as " of at least 1 and at most 1024"."""
     bounds = (("at least", "ge"), ("more than", "gt"), ("at most", "le"), ("less than", "lt"))
     found = [
-        f"{words} {bound}"
+        f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
         for words, attribute in bounds
-        for meta in _metas(kind)
+        for meta in metas_of(kind)
         if (bound := getattr(meta, attribute)) is not None
     ]
     return " of " + " and ".join(found) if found else ""
 
 
-def _base_type(kind: Any) -> Any:
+def base_type(kind: Any) -> Any:
     """Return the plain type inside Annotated and `| None`."""
     if typing.get_origin(kind) is Annotated:
-        return _base_type(typing.get_args(kind)[0])
+        return base_type(typing.get_args(kind)[0])
     options = [option for option in typing.get_args(kind) if option is not type(None)]
     if len(options) == 1 and type(None) in typing.get_args(kind):
-        return _base_type(options[0])
+        return base_type(options[0])
     return kind
 
 
 def _description(kind: Any) -> str:
-    return next((meta.description for meta in _metas(kind) if meta.description), "")
+    return next((meta.description for meta in metas_of(kind) if meta.description), "")
 
 
-def _metas(kind: Any) -> list[Meta]:
+def metas_of(kind: Any) -> list[Meta]:
     """Return what the Annotated type `kind`, or such an option of a union, says of itself."""
     if typing.get_origin(kind) is Annotated:
         return [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
-    return [meta for option in typing.get_args(kind) for meta in _metas(option)]
+    return [meta for option in typing.get_args(kind) for meta in metas_of(option)]

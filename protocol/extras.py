@@ -10,6 +10,7 @@ EXTRAS = {
     "gateway": (
         "gguf",
         "httptools",
+        "httpx",
         "huggingface_hub",
         "jinja2",
         "numpy",
@@ -34,16 +35,15 @@ EXTRAS = {
 }
 
 
-class MissingExtraError(Exception):
+class MissingExtraError(ImportError):
     """What was asked for needs packages that are not installed; the message has the command that installs them."""
 
 
 def require_extras(what: str, *extras: str) -> None:
     """Raise MissingExtraError unless `what` can import all modules of `extras`. None is imported here."""
-    lacking = [extra for extra in extras if any(importlib.util.find_spec(module) is None for module in EXTRAS[extra])]
-    if lacking:
-        absent = (module for module in EXTRAS[lacking[0]] if importlib.util.find_spec(module) is None)
-        raise MissingExtraError(_sentence(what, next(absent), lacking))
+    absent = {extra: _absent(extra) for extra in extras}
+    if lacking := [extra for extra in extras if absent[extra]]:
+        raise MissingExtraError(_sentence(what, absent[lacking[0]][0], lacking))
 
 
 @contextmanager
@@ -54,12 +54,16 @@ def imports_of(process: str, extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name not in EXTRAS[extra]:
             raise
-        print(f"{_sentence(process, error.name, [extra])}", file=sys.stderr)
+        print(f"{process}: {_sentence('it', _absent(extra)[0], [extra])}", file=sys.stderr)
         sys.exit(2)
+
+
+def _absent(extra: str) -> list[str]:
+    return [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
 
 
 def _sentence(what: str, module: str, extras: list[str]) -> str:
     return (
-        f"{what} needs {module}, which is not installed. This installs it, and whatever else is needed: "
+        f"{what} needs {module}, which is not installed here. This installs it and whatever else is needed: "
         f'pip install "octavo[{",".join(extras)}]"'
     )

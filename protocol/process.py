@@ -13,11 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import Config, ConfigError, add_flags, load_config, nearest
+from protocol.config import Config, ConfigError, add_flags, load_config
 from protocol.lifeline import LIFELINE_FLAG, Heart
+from protocol.suggestions import suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -30,11 +32,11 @@ class ArgumentParser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
-            self.error(f"unknown argument {flag}{nearest(flag, self._option_string_actions)}")
+            self.error(f"unknown argument {flag}{suggestion(flag, self._option_string_actions)}")
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {message}\n")
 
 
 def start_process(
@@ -69,6 +71,17 @@ def inherited_heart(fd: int | None) -> Heart:
     lifeline = socket.socket(fileno=fd)
     lifeline.set_inheritable(False)  # a child's copy would outlive this process
     return Heart(lifeline)
+
+
+def refuse(name: str, reason: Exception | str) -> int:
+    """Say in one paragraph why the process does not start, and return its exit status."""
+    print(f"python -m {name}: {paragraph(reason)}", file=sys.stderr)
+    return REFUSED
+
+
+def paragraph(reason: Exception | str) -> str:
+    """Return what is wrong as one line, in words for an operator."""
+    return " ".join(str(reason).split()) or type(reason).__name__
 
 
 def configure_logging(name: str, level: str) -> None:

@@ -4,7 +4,7 @@ import signal
 import sys
 from contextlib import ExitStack
 
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 from scheduler.server import open_server
 
 FIELDS = (
@@ -30,8 +30,7 @@ def main() -> int:
         try:
             server = stack.enter_context(open_server(config))
         except ValueError as error:
-            print(f"python -m scheduler: {error}", file=sys.stderr)
-            return 2
+            return refuse("scheduler", error)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: server.stop())
         server.run(heart)

@@ -90,10 +90,16 @@ def choose_rounding(requested: str, found: Quantization | None) -> int | None:
     stored = f"quantized with {found.method}" if found else "not quantized"
     if requested in ROUNDINGS:
         if found is not None:
-            raise ValueError(f"quantization {requested} rounds plain weights, but this checkpoint is {stored}")
+            raise ValueError(
+                f"quantization {requested} rounds plain weights, but this checkpoint is {stored}: leave"
+                " --quantization out"
+            )
         return ROUNDINGS[requested]
     if requested != "auto" and (found is None or requested != found.method):
-        raise ValueError(f"quantization is set to {requested}, but by its config.json this checkpoint is {stored}")
+        raise ValueError(
+            f"quantization is set to {requested}, but by its config.json this checkpoint is {stored}: leave"
+            " --quantization out, or name a checkpoint of that kind"
+        )
     return None
 
 

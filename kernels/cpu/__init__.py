@@ -54,7 +54,8 @@ def set_num_threads(num_threads: int) -> None:
     """Let kernels and products use `num_threads` threads. Raises ValueError if these are more than the CPUs."""
     if not 1 <= num_threads <= numba.config.NUMBA_NUM_THREADS:
         raise ValueError(
-            f"num_threads is {num_threads}, this process may use 1 to {numba.config.NUMBA_NUM_THREADS} CPUs"
+            f"num_threads is {num_threads}, this process may use 1 to {numba.config.NUMBA_NUM_THREADS} CPUs: set"
+            " --num-threads to one of these, or leave it out"
         )
     numba.set_num_threads(num_threads)
     torch.set_num_threads(num_threads)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.tokenizer import BYTES_OF_CHARACTERS
+from gateway.byte_level import BYTES_OF_CHARACTERS
 from octavo.errors import ModelError
 from octavo.older.vocabulary import merges, read_vocabulary
 

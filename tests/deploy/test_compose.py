@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from octavo.cli import LAUNCHER_FIELDS
+from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS, PREFIX, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -15,12 +15,13 @@ from tests.fakes.octavo_server import ROLES, Server, Stream, running_server
 from tests.fakes.waiting import wait_until
 
 FLAGS = ("--dtype", "float32", "--kv-cache-memory-bytes", "128MiB", "--max-model-len", "2k", "--peer-timeout-s", "3")
+HANG_TIMEOUT_S = "10"  # longer than a scheduler is frozen here
 
 
 @pytest.fixture(scope="module")
 def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One server for all deaths but its own: each test leaves it well."""
-    with running_server(tmp_path_factory.mktemp("server"), *FLAGS) as server:
+    with running_server(tmp_path_factory.mktemp("server"), *FLAGS, "--hang-timeout-s", HANG_TIMEOUT_S) as server:
         yield server
 
 
@@ -47,6 +48,17 @@ def test_a_frozen_scheduler_only_delays(server: Server) -> None:
     threading.Event().wait(6)  # longer than the heartbeats' patience
     scheduler.resume()
     assert stream.result() == expected
+
+
+def test_a_hung_executor_is_replaced_and_its_streams_go_on(server: Server) -> None:
+    expected = Stream(server, "The stuck page", 40).result()
+    stream = Stream(server, "The stuck page", 40)
+    wait_until(lambda: len(stream.texts) > 4, 60)
+    hung = server.child("executor")
+    hung.suspend()  # it will not end when asked
+    assert stream.result() == expected
+    assert server.child("executor").pid != hung.pid
+    assert "the executor hangs: no sign of progress for 1" in server.log.read_text()
 
 
 def test_a_dead_gateways_requests_are_aborted(server: Server) -> None:

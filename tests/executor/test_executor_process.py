@@ -136,7 +136,17 @@ def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_2(tmp_path):
     [
         ({"dtype": "float16"}, "set --dtype to float32, bfloat16 or auto"),
         ({"max_model_len": 1000}, "beyond what the model is made for: 256"),
-        ({"kv_cache_memory_bytes": 10_000}, "--kv-cache-memory-bytes"),
+        (
+            {"kv_cache_memory_bytes": 10_000},
+            "needs 196608 bytes of KV cache, and there is room for 10000: set --kv-cache-memory-bytes to 196608",
+        ),
+        (
+            {"kv_cache_memory_bytes": 100_000},
+            "set --max-model-len to 128 or less, or --kv-cache-memory-bytes to 196608",
+        ),
+        ({"kv_cache_dtype": "fp8"}, "set --kv-cache-dtype to auto"),
+        ({"quantization": "awq"}, "this checkpoint is not quantized: leave --quantization out"),
+        ({"attention_backend": "tritn"}, "attention_backend 'tritn' is unknown; did you mean triton"),
         ({"num_threads": 4096}, "num_threads is 4096"),
         ({"tensor_parallel_size": 3, "distributed_address": "file:///ranks"}, "can be split among 1, 2 or 4"),
         ({"tensor_parallel_size": 2}, "tcp://HOST:PORT"),

@@ -1,7 +1,15 @@
 import pytest
 import torch
 
-from executor.memory import allocate_kv_caches, block_bytes, size_pool, usable_bytes
+from executor.memory import (
+    allocate_kv_caches,
+    block_bytes,
+    refuse_too_large,
+    size_pool,
+    total_bytes,
+    usable_bytes,
+    used_bytes,
+)
 from protocol.config import Config
 from tests.fakes.system_files import write
 
@@ -44,6 +52,32 @@ def test_no_room_for_one_sequence_names_the_numbers_and_the_flags():
     assert "--max-model-len to 48" in message
     assert "--kv-cache-memory-bytes to 2100" in message
     assert size_pool(config, 300, 48, CPU).num_blocks == 3
+
+
+def test_what_this_process_holds_and_of_how_much(tmp_path):
+    system = {**meminfo(1), "proc/self/status": "Name:\tpython\nVmPeak:\t   900 kB\nVmRSS:\t   123 kB\nThreads:\t4\n"}
+    write(tmp_path, system)
+    assert (used_bytes(CPU, tmp_path), total_bytes(CPU, tmp_path)) == (123 * 1024, 99999999 * 1024)
+    write(tmp_path, {"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/memory.max": "max\n"})
+    assert total_bytes(CPU, tmp_path) == 99999999 * 1024
+    write(tmp_path, {"sys/fs/cgroup/a/memory.max": f"{GIB}\n"})
+    assert total_bytes(CPU, tmp_path) == GIB
+
+
+def test_what_makes_room_depends_on_where_the_cache_is(tmp_path):
+    write(tmp_path, meminfo(1))
+    with pytest.raises(ValueError, match=r"room for 409: set --kv-cache-memory-bytes to 3000 or more \(the default is"):
+        size_pool(Config(block_size=4), 1000, 12, CPU, tmp_path)
+
+
+def test_weights_that_cannot_be_held_are_refused_with_what_helps(tmp_path):
+    write(tmp_path, meminfo(GIB // 1024))
+    refuse_too_large(Config(), GIB, CPU, tmp_path)
+    with pytest.raises(ValueError, match=r"take 1\.5 GiB, and 1\.0 GiB of this machine's memory are free: .*--quantiz"):
+        refuse_too_large(Config(), 3 * GIB // 2, CPU, tmp_path)
+    with pytest.raises(ValueError, match=r"and 0\.5 GiB"):
+        refuse_too_large(Config(), GIB, CPU, tmp_path, num_sharing=2)
+    refuse_too_large(Config(), 99 * GIB, CPU, tmp_path / "untold")
 
 
 @pytest.mark.parametrize(

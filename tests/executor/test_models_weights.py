@@ -41,13 +41,13 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     rewrite(make_checkpoint(tmp_path), lambda tensors: tensors.pop(f"{LAYER}.k_proj.weight"))
-    with pytest.raises(ValueError, match=rf"lacks 1 tensor: {LAYER}\.k_proj\.weight$"):
+    with pytest.raises(ValueError, match=rf"lacks 1 tensor: {LAYER}\.k_proj\.weight\. It is"):
         load(tmp_path)
 
 
 def test_a_tensor_left_over_is_named(tmp_path: Path) -> None:
     rewrite(make_checkpoint(tmp_path), lambda tensors: tensors.update({f"{LAYER}.q_proj.bias": torch.zeros(64)}))
-    with pytest.raises(ValueError, match=rf"of no use to the model, 1 tensor: {LAYER}\.q_proj\.bias$"):
+    with pytest.raises(ValueError, match=rf"of no use to the model, 1 tensor: {LAYER}\.q_proj\.bias\. It is"):
         load(tmp_path)
 
 
@@ -55,7 +55,7 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     rewrite(
         make_checkpoint(tmp_path), lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.1." in name]
     )
-    with pytest.raises(ValueError, match=r"lacks 9 tensors: .* and 4 more$"):
+    with pytest.raises(ValueError, match=r"lacks 9 tensors: .* and 4 more\. It is"):
         load(tmp_path)
 
 

@@ -123,12 +123,12 @@ class FakeGateway(PeerThread):
             self.streams[stream.request_id] = self._in_flight[stream.request_id] = stream
             self._submit(stream)
 
-    def abort(self, stream: Stream) -> None:
-        """Leave a stream, as a client that disconnects: whatever comes later is ignored."""
+    def abort(self, stream: Stream, *, stopped: bool = False) -> None:
+        """Leave a stream, as a client that disconnects, or at a stop string: whatever comes later is ignored."""
         with self._lock:
             if not stream.ended.is_set():
-                self._outbox.append(Abort(stream.request_id))
-                self._end(stream, "abort")
+                self._outbox.append(Abort(stream.request_id, stopped))
+                self._end(stream, "stop" if stopped else "abort")
 
     def wait_turn(self) -> None:
         """Wait until something else may have arrived."""

@@ -18,6 +18,7 @@ class FakeHub(ThreadingHTTPServer):
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.files = files
+        self.announced_bytes: dict[str, int] = {}  # of files that it says are of another size than they are
         self.downloaded: list[str] = []
         self.tokens: set[str | None] = set()
 
@@ -57,8 +58,10 @@ class _Answer(BaseHTTPRequestHandler):
             return self._send(403, b"restricted", {"X-Error-Code": "GatedRepo"})
         if path.startswith("/org/tiny/resolve/"):
             return self._send_file(path.split("/", 5)[5])
-        if path.startswith("/org/tiny/revision/"):
-            return self._send_json({"id": "org/tiny", "sha": COMMIT, "siblings": []})
+        if path == "/org/tiny" or path.startswith("/org/tiny/revision/"):
+            sizes = {name: len(content) for name, content in self.server.files.items()} | self.server.announced_bytes
+            siblings = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+            return self._send_json({"id": "org/tiny", "sha": COMMIT, "siblings": siblings})
         if path.startswith("/org/tiny/tree/"):
             return self._send_json([self._entry(name) for name in self.server.files])
         return self._send(401, b"", {"X-Error-Code": "RepoNotFound"})

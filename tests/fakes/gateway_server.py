@@ -92,9 +92,8 @@ def completion(prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
 async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) -> AsyncIterator[Served]:
     """Serve the model in `directory` with `settings` of Config; the scheduler has answered once when this returns."""
     async with running(scheduler):
-        config = Config(
-            model=str(directory), served_model_name=(MODEL, "alias"), schedulers=(scheduler.address,), **settings
-        )
+        names = {"served_model_name": (MODEL, "alias"), "schedulers": (scheduler.address,)}
+        config = Config(model=str(directory), **(names | settings))
         app = create_app(config, keep_alive_s=KEEP_ALIVE_S)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from tests.fakes.waiting import wait_until
 
 START_TIMEOUT_S = 180.0
 DEMO = "SmolLM2-135M-Instruct"
+SERVE = ("octavo", "serve")
 ROLES = ("scheduler", "executor", "gateway")
 
 
@@ -29,8 +30,8 @@ class Server:
     log: Path
     url: str
 
-    def client(self, **options: object) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="EMPTY", max_retries=0, timeout=120, **options)
+    def client(self, api_key: str = "EMPTY", **options: object) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120, **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="EMPTY", max_retries=0, timeout=120)
@@ -97,12 +98,14 @@ class Stream(threading.Thread):
 
 
 @contextmanager
-def running_server(directory: Path, *arguments: str, environ: dict[str, str] | None = None) -> Iterator[Server]:
-    """Run `octavo serve` with `arguments`, its output in `directory`, until the context ends."""
+def running_server(
+    directory: Path, *arguments: str, environ: dict[str, str] | None = None, command: Sequence[str] = SERVE
+) -> Iterator[Server]:
+    """Run `octavo serve`, or another `command`, with `arguments`, its output in `directory`, until the context ends."""
     log = directory / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "octavo", "serve", "--port", "0", *arguments],
+            [sys.executable, "-m", *command, "--port", "0", *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -212,6 +212,26 @@ async def test_messages_say_what_would_be_right(served: Served, fields: dict[str
     assert words in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"temperature": "hot"}, "invalid_type"),
+        ({"stream": 1}, "invalid_type"),
+        ({"temperature": 3}, "invalid_value"),
+        ({"top_k": -2}, "invalid_value"),
+        ({"messages": []}, "invalid_value"),
+        ({"logit_bias": {"5": 101}}, "invalid_value"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "unsupported_value"),
+        ({"temprature": 1}, "unknown_parameter"),
+    ],
+)
+async def test_the_code_tells_a_wrong_type_from_a_value_out_of_range(
+    served: Served, fields: dict[str, Any], code: str
+) -> None:
+    response = await served.post(CHAT, chat(**fields))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, code)
+
+
 async def test_a_prompt_beyond_the_window_is_told_apart(served: Served) -> None:
     for stream in (False, True):
         for num_characters in (512, 513, 5120):

@@ -172,6 +172,23 @@ async def test_no_work_is_taken_while_none_can_progress(tiny_model: Path, schedu
         await served.chat()
 
 
+async def test_the_log_says_when_the_model_is_ready_and_when_it_no_longer_is(
+    tiny_model: Path, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler.can_progress = False
+    with caplog.at_level("INFO", "gateway.client"):
+        async with serving(tiny_model, scheduler):
+            for can_progress in (True, False, True):
+                said = len(caplog.messages)
+                scheduler.can_progress = can_progress
+                await until(lambda said=said: len(caplog.messages) > said)
+    assert caplog.messages == [
+        "the model is ready: requests are answered from now on",
+        f"{scheduler.address} makes no progress: new requests get a 503 until it does",
+        "the model is ready: requests are answered from now on",
+    ]
+
+
 async def test_without_a_scheduler_there_is_a_503(tiny_model: Path, scheduler: FakeScheduler) -> None:
     scheduler.frozen = True
     async with serving(tiny_model, scheduler) as served:

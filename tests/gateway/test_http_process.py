@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
+from octavo.processes import Process
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
 from tests.fakes.model_directories import VOCAB_SIZE
+from tests.fakes.waiting import has_beaten, wait_until
 
 COMMAND = [sys.executable, "-P", "-m", "gateway"]
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,41 @@ async def is_healthy(http: httpx.AsyncClient, url: str) -> bool:
         return False
 
 
+def test_it_beats_and_ends_with_its_parent(tiny_model: Path) -> None:
+    with Process([*COMMAND, "--port", "0"], environ=environ(model=str(tiny_model))) as process:
+        wait_until(lambda: has_beaten(process.lifeline))
+        process.lifeline.close()
+        assert process.wait(20) == 0
+
+
+async def test_metrics_alone_need_no_key_and_are_all_there_is(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address, "api_key": "k", "metrics_port": "0"}
+        async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
+            with gateway(**settings) as (process, url, lines):
+                [page] = [found[1] for line in lines if (found := re.search(r"at (http://\S+)/metrics", line))]
+                while not await is_healthy(http, url):
+                    pass
+                assert (await http.get(f"{url}/metrics")).status_code == 401
+                key = {"Authorization": "Bearer k"}
+                scheduler.paused = True
+                body = chat(stream=True, model=None)
+                async with http.stream("POST", f"{url}/v1/chat/completions", json=body, headers=key) as response:
+                    assert response.status_code == 200
+                    for path in ("/", "/health", "/v1/models", "/metrics/", "/metrics/x"):
+                        assert (await http.get(page + path)).status_code == 404
+                    assert (await http.post(f"{page}/metrics")).status_code == 405
+                    process.send_signal(signal.SIGTERM)
+                    shown = await http.get(f"{page}/metrics")  # it is there as long as somebody streams
+                    assert 'octavo:http_requests_total{method="GET",route="unknown",status="401"} 1.0' in shown.text
+                    assert b"the server is stopping" in await response.aread()
+                assert process.wait(20) == 0
+            for ended in (url, page):
+                with pytest.raises(httpx.ConnectError):
+                    await http.get(f"{ended}/metrics")
+
+
 def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None:
     with gateway("--host", "0.0.0.0", model=str(tiny_model)) as (_, _, lines):
         assert [line for line in lines if "no API key is set" in line]
@@ -104,11 +142,26 @@ def test_an_open_address_without_a_key_is_warned_about(tiny_model: Path) -> None
         assert [line for line in lines if " I gateway" in line]
 
 
-def test_a_port_that_is_taken_is_named(tiny_model: Path) -> None:
+async def test_a_key_may_come_from_the_variable(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=VOCAB_SIZE)
+        settings = {"model": str(tiny_model), "schedulers": scheduler.address, "api_key": "my-secret-key"}
+        async with running(scheduler), httpx.AsyncClient(timeout=20) as http:
+            with gateway(**settings) as (_, url, _):
+                while not await is_healthy(http, url):
+                    pass
+                async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0) as client:
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.models.list()
+                    assert (await client.with_options(api_key="my-secret-key").models.list()).data
+
+
+@pytest.mark.parametrize("flags", [("--port",), ("--port", "0", "--metrics-port")])
+def test_a_port_that_is_taken_is_named(flags: tuple[str, ...], tiny_model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ended = run("--port", str(port), model=str(tiny_model))
-    assert ended.returncode == 1
+        ended = run(*flags, str(port), model=str(tiny_model))
+    assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert str(port) in line
 

@@ -99,7 +99,7 @@ def test_what_is_malformed_is_named(directory: Path, name: str, content: str, wo
 def test_what_is_missing_is_named(directory: Path) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         read(directory / "nowhere")
-    with pytest.raises(ValueError, match=r"generation_config\.json does not exist"):
+    with pytest.raises(ValueError, match=r"is not a directory with generation_config\.json"):
         read(directory, generation_config=str(directory))
     (directory / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json does not exist"):

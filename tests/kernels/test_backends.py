@@ -4,11 +4,13 @@ import importlib
 import inspect
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import Backend, choose_backend, reference
+from kernels.gpu import NO_GPU, Gpu, find_gpu
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton"))
 
@@ -38,6 +40,72 @@ def test_a_backend_that_the_machine_lacks_is_refused_with_those_it_has(
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU, so it has triton")
     with pytest.raises(ValueError, match=r"it has: auto, cpu, reference$"):
+        choose_backend(name)
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+class Cuda:
+    """Stands in for torch.cuda."""
+
+    def __init__(self, said: str | None = None) -> None:
+        self.said = said
+
+    def is_available(self) -> bool:
+        return False
+
+    def init(self) -> None:
+        if self.said is not None:
+            raise RuntimeError(self.said)
+
+    def get_device_capability(self) -> tuple[int, int]:
+        raise AssertionError("there is none")
+
+
+@pytest.fixture
+def machine_with_driver(tmp_path: Path) -> Path:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    return tmp_path
+
+
+def test_a_driver_that_does_not_match_torch_is_refused_with_what_torch_says(machine_with_driver: Path) -> None:
+    gpu = find_gpu(Cuda(TOO_OLD), machine_with_driver, {}, is_expected=True)
+    with pytest.raises(ValueError, match=r"driver on your system is too old.*--attention-backend cpu"):
+        choose_backend("auto", gpu)
+    with pytest.raises(ValueError, match=r"'triton' is not available .* needs a GPU, .*too old"):
+        choose_backend("triton", gpu)
+    assert choose_backend("cpu", gpu).device == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("said", "environ", "is_expected"),
+    [
+        (TOO_OLD, {"CUDA_VISIBLE_DEVICES": ""}, True),
+        (TOO_OLD, {}, False),  # torch was built without CUDA
+        (NO_GPU, {}, True),
+        (None, {}, True),
+    ],
+)
+def test_without_a_gpu_that_should_work_auto_is_the_cpu(
+    said: str | None, environ: dict[str, str], is_expected: bool, machine_with_driver: Path
+) -> None:
+    gpu = find_gpu(Cuda(said), machine_with_driver, environ, is_expected=is_expected)
+    assert choose_backend("auto", gpu).name == "cpu"
+    assert choose_backend("auto", find_gpu(Cuda(TOO_OLD), machine_with_driver / "dev", {})).name == "cpu"
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_told_apart() -> None:
+    with pytest.raises(ValueError, match=r"of compute capability 8\.0, and this one has 7\.5"):
+        choose_backend("triton", Gpu((7, 5)))
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("tritn", "triton"), ("TRITON_ATTN", "triton"), ("referense", "reference")]
+)
+def test_an_unknown_backend_is_told_with_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"is unknown; did you mean {nearest}"):
         choose_backend(name)
 
 

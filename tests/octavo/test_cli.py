@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from octavo import __version__
-from octavo.cli import LAUNCHER_FIELDS, build_parser, main
+from octavo.cli import build_parser, main
+from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
 
 
@@ -70,13 +71,18 @@ def test_the_launchers_own_addresses_cannot_be_set(
     assert "OCTAVO_BACKEND_ADDRESS" in capsys.readouterr().err
 
 
-def test_a_port_in_use_is_found_before_anything_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [("--port",), ("--port", "0", "--metrics-port")])
+def test_a_port_in_use_is_found_before_anything_is_loaded(
+    flags: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         port = listener.getsockname()[1]
-        assert main(["serve", str(tmp_path), "--port", str(port)]) == 1
-    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+        assert main(["serve", str(tmp_path), *flags, str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert f"choose another with {flags[-1]} " in said
 
 
 def test_a_model_that_is_not_there_is_one_paragraph(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -177,7 +183,7 @@ def test_a_host_that_is_not_this_machines_is_one_paragraph(
 
 
 def test_names_may_be_given_one_by_one() -> None:
-    flags = build_parser().parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
+    flags = build_parser("serve").parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
     assert flags.served_model_name == ["a", "b", "c"]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.fake_hub import COMMIT, FakeHub, running
+from tests.fakes.safetensors_files import NO_TENSORS
 
 ROOT = Path(__file__).parents[2]
 WANTED = {
@@ -17,8 +18,8 @@ WANTED = {
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b'{"eos_token": "</s>"}',
     "chat_template.jinja": b"{{ messages }}",
-    "model-1.safetensors": b"1",
-    "model-2.safetensors": b"2",
+    "model-1.safetensors": NO_TENSORS,
+    "model-2.safetensors": (3).to_bytes(8, "little") + b"{} ",  # no file that the cache holds already
     "model.safetensors.index.json": json.dumps(
         {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     ).encode(),
@@ -128,6 +129,35 @@ def test_a_hub_that_cannot_be_reached_is_named_with_the_remedies(tmp_path: Path,
     assert "\n" not in message
     assert "HF_ENDPOINT" in message
     assert "a local path" in message
+
+
+@pytest.mark.parametrize("endpoint", ["nonsense", "http://[", "ftp://hub", "http://hub:port"])
+def test_an_endpoint_that_is_no_address_is_named(endpoint: str, tmp_path: Path) -> None:
+    message = resolve("org/tiny", tmp_path, endpoint)
+    assert "no address of a hub: set it to one such as https://huggingface.co" in message
+
+
+def test_room_for_the_download_is_made_sure_of(tmp_path: Path) -> None:
+    with running(FakeHub(WANTED)) as hub:
+        hub.announced_bytes["model-2.safetensors"] = 10**18
+        message = resolve("org/tiny", tmp_path, hub.endpoint)
+        assert "downloading org/tiny needs 1,000,000,000,000 MB" in message
+        assert "HF_HOME" in message
+        assert hub.downloaded == []
+        # What is there already takes no more room, and what serving does not need takes none.
+        hub.announced_bytes = {"pytorch_model.bin": 10**18}
+        hub.files["pytorch_model.bin"] = b"large"
+        resolve("org/tiny", tmp_path, hub.endpoint)
+        hub.announced_bytes["model-2.safetensors"] = 10**18
+        assert str(snapshot(tmp_path)) in resolve("org/tiny", tmp_path, hub.endpoint)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with running(FakeHub(WANTED)) as hub:
+        message = resolve("org/tiny", tmp_path / "file", hub.endpoint)
+    assert f"cannot be written to the cache {tmp_path / 'file' / 'hub'}" in message
+    assert "HF_HOME" in message
 
 
 def test_offline_and_not_cached_is_said(tmp_path: Path, endpoint_of_nobody: str) -> None:

@@ -1,13 +1,12 @@
-import subprocess
 import sys
 
 import pytest
 
-from octavo.processes import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, STABLE_AFTER_S, Backoff, Child
+from octavo.processes import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, STABLE_AFTER_S, Backoff, Child, Process
 
 
-def ended_process(code: str) -> "subprocess.Popen[bytes]":
-    process = subprocess.Popen([sys.executable, "-S", "-c", code])
+def ended_process(code: str) -> Process:
+    process = Process([sys.executable, "-S", "-c", code])
     process.wait()
     return process
 
@@ -21,13 +20,17 @@ def ended_process(code: str) -> "subprocess.Popen[bytes]":
     ],
 )
 def test_who_ended_and_how_is_said(codes: list[str], said: str) -> None:
-    assert Child("executor", lambda: [ended_process(code) for code in codes]).ended() == said
+    child = Child("executor", lambda: [ended_process(code) for code in codes], 60.0)
+    assert child.ended() == said
+    child.end()
 
 
 def test_nobody_ended() -> None:
-    process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    assert Child("executor", lambda: [process]).ended() is None
-    process.communicate(b"\n")
+    wait_for_parent = "import os, sys; os.read(int(sys.argv[-1]), 1)"
+    child = Child("executor", lambda: [Process([sys.executable, "-S", "-c", wait_for_parent])], 60.0)
+    assert child.ended() is None
+    child.end()
+    assert child.ended() == "executor was ended by signal 15"
 
 
 def test_waits_double_while_lives_are_short() -> None:
@@ -38,16 +41,17 @@ def test_waits_double_while_lives_are_short() -> None:
 
 
 def test_what_ended_starts_again_only_after_its_wait() -> None:
-    lives: list[subprocess.Popen[bytes]] = []
+    lives: list[Process] = []
 
-    def start() -> list[subprocess.Popen[bytes]]:
+    def start() -> list[Process]:
         lives.append(ended_process("pass"))
         return lives[-1:]
 
-    child = Child("scheduler", start)
+    child = Child("scheduler", start, 60.0)
     begun_s = 1e9  # long after the start: the first wait is the shortest
     child.revive(begun_s)
     child.revive(begun_s + FIRST_BACKOFF_S / 2)
     assert len(lives) == 1
     child.revive(begun_s + FIRST_BACKOFF_S)
     assert child.processes == [lives[1]]
+    child.end()

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from octavo.errors import ModelError
 from octavo.resolve import ResolvedModel, pull, resolve_model
+from tests.fakes.safetensors_files import NO_TENSORS
 from tests.fakes.tiny_gguf import tiny_model, vocabulary, write_gguf
 
 
@@ -27,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
     directory.mkdir()
     write(directory, "config.json", {"model_type": "llama"})
     write(directory, "tokenizer.json", {})
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes(NO_TENSORS)
     return directory
 
 
@@ -84,7 +85,7 @@ def test_every_shard_must_be_there(checkpoint: Path) -> None:
     shards = {"a": "model.safetensors", "b": "model-2.safetensors"}
     write(checkpoint, "model.safetensors.index.json", {"weight_map": shards})
     assert "lacks model-2.safetensors of model.safetensors.index.json (1 of 2 files)" in refusal(str(checkpoint))
-    (checkpoint / "model-2.safetensors").touch()
+    (checkpoint / "model-2.safetensors").write_bytes(NO_TENSORS)
     assert resolve_model(str(checkpoint)).directory == checkpoint
 
 
@@ -107,6 +108,32 @@ def test_code_is_not_needed_for_an_architecture_that_is_known(checkpoint: Path) 
     assert resolve_model(str(checkpoint)).directory == checkpoint
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is damaged or incomplete: it has 0 bytes"),
+        (b"\xff" * 100, "is damaged or incomplete: it has 100 bytes, less than its header"),
+        ((4).to_bytes(8, "little") + b"none", "its header is not that of a safetensors file"),
+        (
+            (48).to_bytes(8, "little") + b'{"a": {"dtype": "U8", "data_offsets": [0, 100]}} ' + bytes(60),
+            "it has 117 bytes where its header tells of 156",
+        ),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull` in its directory"),
+    ],
+)
+def test_a_file_of_weights_that_is_not_whole_is_refused(content: bytes, said: str, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").write_bytes(content)
+    message = refusal(str(checkpoint))
+    assert str(checkpoint / "model.safetensors") in message
+    assert said in message
+
+
+def test_a_file_of_weights_may_have_notes(checkpoint: Path) -> None:
+    header = b'{"__metadata__": {"format": "pt"}, "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}'
+    (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+    assert resolve_model(str(checkpoint)).directory == checkpoint
+
+
 def test_a_model_without_any_tokenizer_is_refused(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink()
     assert "neither tokenizer.json nor files to make one from" in refusal(str(checkpoint))
@@ -116,7 +143,7 @@ def test_a_link_to_nothing_is_no_tokenizer(checkpoint: Path) -> None:
     (checkpoint / "tokenizer.json").unlink(missing_ok=True)
     (checkpoint / "tokenizer.json").symlink_to(checkpoint / "gone")
     (checkpoint / "tokenizer_config.json").write_text("{}")
-    assert "its tokenizer cannot be converted" in refusal(str(checkpoint))
+    assert "neither tokenizer.json nor files to make one from" in refusal(str(checkpoint))
 
 
 def test_a_tokenizer_of_another_format_is_converted(checkpoint: Path, cache: Path) -> None:

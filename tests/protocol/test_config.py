@@ -78,6 +78,12 @@ def test_a_wrong_variable_is_named(variable, text, words):
     assert words in str(raised.value)
 
 
+def test_metrics_have_a_port_of_their_own():
+    assert load_config({"OCTAVO_PORT": "0", "OCTAVO_METRICS_PORT": "0"}).metrics_port == 0
+    with pytest.raises(ConfigError, match="metrics_port and port are both 9"):
+        load_config({"OCTAVO_PORT": "9", "OCTAVO_METRICS_PORT": "9"})
+
+
 def test_overrides_win_over_variables():
     config = load_config({"OCTAVO_PORT": "1", "OCTAVO_HOST": "h"}, {"port": 2})
     assert (config.port, config.host) == (2, "h")

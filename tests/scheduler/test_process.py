@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from protocol.process import LIFELINE_FLAG
+from protocol.lifeline import LIFELINE_FLAG, Lifeline
 from protocol.sampling import SamplingParams
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway
 from tests.fakes.scheduler_thread import socket_directory
 from tests.fakes.toy_model import expected_output
-from tests.fakes.waiting import wait_until
+from tests.fakes.waiting import has_beaten, wait_until
 
 ROOT = Path(__file__).parents[2]
 SAMPLING = SamplingParams(max_tokens=300, seed=1)
@@ -93,12 +93,12 @@ def test_streams_outlive_a_killed_scheduler(process, gateway, directory):
         assert stream.num_submits > 1
 
 
-def test_it_ends_with_its_parent(directory):
-    reader, writer = os.pipe()
-    with start(environ(directory), LIFELINE_FLAG, str(reader), pass_fds=[reader]) as process:
-        os.close(reader)
-        wait_until(lambda: (directory / "backend").exists())
-        os.close(writer)
+def test_it_beats_and_ends_with_its_parent(directory):
+    lifeline = Lifeline()
+    with start(environ(directory), LIFELINE_FLAG, str(lifeline.fd), pass_fds=[lifeline.fd]) as process:
+        lifeline.release()
+        wait_until(lambda: has_beaten(lifeline))
+        lifeline.close()
         assert process.wait(10) == 0
         process.communicate()
 

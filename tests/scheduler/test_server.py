@@ -11,7 +11,7 @@ import zmq
 from protocol.messages import PROTOCOL_VERSION, ExecutorReady, encode
 from protocol.sampling import SamplingParams
 from protocol.sockets import connect_dealer
-from tests.fakes.fake_executor import FakeExecutor
+from tests.fakes.fake_executor import DEVICE_BYTES, USED_BYTES, FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway, Stream
 from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
 from tests.fakes.toy_model import EOS_TOKEN_ID, VOCAB_SIZE, expected_output, logprobs_of
@@ -442,6 +442,40 @@ def test_stats(house):
         assert stats.num_scheduled_tokens == executor.num_scheduled_tokens
         assert stats.finished == {"length": 3}
         assert stats.scheduler_incarnation == gateway.ready.scheduler_incarnation
+        assert stats.device_bytes == DEVICE_BYTES | {"used": USED_BYTES}
+        histograms = stats.histograms
+        for of_requests in (histograms.queue_s, histograms.prefill_s, histograms.decode_s, histograms.inference_s):
+            assert sum(of_requests.counts) == 3
+        for of_steps in (histograms.step_s, histograms.step_seqs, histograms.step_tokens):
+            assert sum(of_steps.counts) == stats.num_steps
+        assert histograms.step_tokens.sum == stats.num_scheduled_tokens
+
+
+def test_one_that_the_gateway_stopped_was_not_aborted(house):
+    with house(step_s=0.005) as (_, _, gateway):
+        gateway.wait_ready()
+        streams = [gateway.start(f"r{number}", [1, 2, 3], endless(number)) for number in range(3)]
+        wait_until(lambda: all(stream.token_ids for stream in streams))
+        gateway.abort(streams[0])
+        gateway.abort(streams[1], stopped=True)
+        gateway.wait_all()
+        stats = gateway.wait_stats()
+        assert stats.finished == {"abort": 1, "stop": 1, "length": 1}
+        assert sum(stats.histograms.decode_s.counts) == 2
+
+
+def test_time_that_the_loop_loses_is_its_lag(directory):
+    config = toy_config(directory, peer_timeout_s=1e6)
+    lost_s = 0.0
+    with (
+        SchedulerThread(config, clock=lambda: time.monotonic() + lost_s) as server,
+        FakeExecutor(config.backend_address),
+        FakeGateway(config.frontend_address) as gateway,
+    ):
+        assert gateway.wait_stats().loop_lag_s < 30
+        lost_s = 31.0  # wherever the loop is
+        assert gateway.wait_stats().loop_lag_s >= 30
+        server.check_idle()
 
 
 def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):

@@ -95,7 +95,10 @@ def _resolve(directory: Path, architecture: str, trust_remote_code: bool) -> tup
         _refuse(architecture, "transformers has it, but not as a decoder of text")
     auto_map = {} if known else transformers.PreTrainedConfig.get_config_dict(directory)[0].get("auto_map", {})
     if not known and AUTO_CLASS not in auto_map:
-        _refuse(architecture, f"transformers {transformers.__version__} does not know it")
+        _refuse(
+            architecture,
+            f"transformers {transformers.__version__} does not know it; a newer one may (pip install -U transformers)",
+        )
     if not known and not trust_remote_code:
         _refuse(architecture, "its modelling code comes with the checkpoint, and --trust-remote-code is not set")
     try:

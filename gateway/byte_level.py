@@ -1,0 +1,12 @@
+"""The characters in which byte-level vocabularies spell bytes."""
+
+
+def _bytes_of_characters() -> dict[str, bytes]:
+    """Return what each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, reversed)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): bytes([byte]) for byte in printable}
+    return table | {chr(256 + index): bytes([byte]) for index, byte in enumerate(others)}
+
+
+BYTES_OF_CHARACTERS = _bytes_of_characters()

@@ -1,0 +1,63 @@
+"""Whether torch can use a GPU of this machine, and if there is one that it cannot, why."""
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+ROOT = Path("/")
+NO_GPU = "No CUDA GPUs are available"  # torch, of a driver that works
+DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/kfd")  # of NVIDIA's driver, and of AMD's
+HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDES_ALL = ("", "-1", "NoDevFiles")
+
+
+class Gpu(NamedTuple):
+    """What torch makes of this machine's GPUs."""
+
+    capability: tuple[int, int] | None  # of one that can be used
+    complaint: str = ""  # what torch says where it can use none
+    is_present: bool = False  # there is a driver, and nobody hid its devices
+    is_expected: bool = False  # torch was built for a GPU
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a GPU is there, and a torch that was built for one, and the two do not match."""
+        return self.capability is None and self.is_present and self.is_expected and self.complaint != NO_GPU
+
+
+class Cuda(Protocol):
+    """What is asked of `torch.cuda`, which also stands for ROCm."""
+
+    def is_available(self) -> bool: ...
+    def init(self) -> None: ...
+    def get_device_capability(self) -> tuple[int, int]: ...
+
+
+def find_gpu(
+    cuda: Cuda = torch.cuda,
+    root: Path = ROOT,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    is_expected: bool = bool(torch.version.cuda or torch.version.hip),
+) -> Gpu:
+    """Return what this machine has; the arguments are for tests."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is said in `complaint`
+        if cuda.is_available():
+            return Gpu(cuda.get_device_capability())
+        complaint = _complaint(cuda)
+    is_hidden = any(environ.get(name, "0") in HIDES_ALL for name in HIDING_VARIABLES)
+    is_present = not is_hidden and any((root / name).exists() for name in DRIVER_FILES)
+    return Gpu(None, complaint, is_present, is_expected)
+
+
+def _complaint(cuda: Cuda) -> str:
+    try:
+        cuda.init()
+    except (RuntimeError, AssertionError, OSError) as error:
+        return " ".join(str(error).split()).rstrip(".")
+    return NO_GPU

@@ -1,0 +1,119 @@
+"""Generates for every prompt of a file that has no result yet, some at a time, and adds the results in order."""
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from tqdm import tqdm
+
+from octavo.batch.escapes import escape
+from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
+from octavo.batch.results import Results, Run, check_same_run
+from octavo.errors import CommandError
+from octavo.outputs import RequestOutput
+
+
+class Generate(Protocol):
+    """Returns the finished answers to a prompt. Raises ValueError if it cannot be answered, such as one too long."""
+
+    async def __call__(self, prompt: Prompt) -> RequestOutput: ...
+
+
+class Batch:
+    """One file of prompts, its results, and how many prompts there are."""
+
+    def __init__(self, prompts: Path, results: Results, parameters: Mapping[str, Any]) -> None:
+        """Read all prompts once. Raises CommandError if one is wrong, or if the results are of another run."""
+        self._prompts, self._results = prompts, results
+        self.num_failed = 0
+        begun = results.begun_by()
+        if begun is not None:
+            check_same_run(results.path, begun, parameters)
+        fingerprint = Fingerprint()
+        for prompt in read_prompts(prompts):
+            fingerprint.add(prompt)
+            if (
+                begun is not None
+                and fingerprint.num_prompts == begun.num_prompts
+                and fingerprint.digest != begun.digest
+            ):
+                raise _other_prompts(results.path, prompts)
+        self.num_prompts = fingerprint.num_prompts
+        if begun is not None and self.num_prompts < begun.num_prompts:
+            raise _other_prompts(results.path, prompts)
+        if self.num_prompts:
+            results.belong_to(Run(self.num_prompts, fingerprint.digest, parameters))
+
+    @property
+    def num_done(self) -> int:
+        return self._results.num_done
+
+    @property
+    def num_left(self) -> int:
+        return self.num_prompts - self.num_done
+
+    async def run(self, generate: Generate, window: int) -> None:
+        """Generate what is left, for at most `window` prompts at a time.
+
+        What is finished when this is cancelled, or when something else than a ValueError ends it, is kept as far as it
+        is in order.
+        """
+        running: deque[tuple[Prompt, asyncio.Task[RequestOutput]]] = deque()
+        left = islice(read_prompts(self._prompts), self._results.num_done, None)
+        with tqdm(total=self.num_prompts, initial=self._results.num_done, unit="prompt", disable=None) as bar:
+            try:
+                for prompt in left:
+                    if len(running) == window:
+                        await self._add_first(running, bar)
+                    running.append((prompt, asyncio.ensure_future(generate(prompt))))
+                while running:
+                    await self._add_first(running, bar)
+            finally:
+                while running and _has_result(running[0][1]):
+                    await self._add_first(running, bar)
+                for _, task in running:
+                    task.cancel()
+                await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+
+    async def _add_first(self, running: "deque[tuple[Prompt, asyncio.Task[RequestOutput]]]", bar: Any) -> None:
+        """Wait for the result of the first prompt that runs, and add it. It stays with those that run until then."""
+        prompt, task = running[0]
+        await asyncio.wait([task])
+        try:
+            answer: RequestOutput | str = task.result()
+        except ValueError as error:
+            answer = str(error)
+            self.num_failed += 1
+            tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {answer}", file=sys.stderr)
+        self._results.add(result_line(self._results.path.suffix, self._results.num_done, prompt, answer))
+        running.popleft()
+        bar.update()
+
+
+def result_line(suffix: str, index: int, prompt: Prompt, answer: RequestOutput | str) -> str:
+    """Return the line of one result, without its end; `answer` is an error's message if there is none."""
+    if suffix == ".txt":
+        return "" if isinstance(answer, str) else escape(answer.outputs[0].text)
+    record = {"index": index, **msgspec.to_builtins(prompt.asked)}
+    if isinstance(answer, str):
+        record["error"] = answer
+    else:
+        record |= asdict(answer) | {"prompt": answer.prompt}
+    return msgspec.json.encode(record).decode()
+
+
+def _has_result(task: "asyncio.Task[RequestOutput]") -> bool:
+    return task.done() and not task.cancelled() and isinstance(task.exception(), ValueError | None)
+
+
+def _other_prompts(results: Path, prompts: Path) -> CommandError:
+    return CommandError(
+        f"{results} has results of other prompts than those of {prompts}, which may have grown since, but not changed."
+        " Give another --output-path, or --overwrite"
+    )

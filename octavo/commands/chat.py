@@ -1,0 +1,107 @@
+"""`octavo chat`: a conversation with a model of a running server, or of one for this alone."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from octavo.api_client import ApiClient
+from octavo.commands.flags import add_engine_flags, add_model, read_config, typed_settings
+from octavo.errors import CommandError
+from octavo.own_server import own_server
+from octavo.sampling_flags import add_sampling_flags, sampling_values
+from octavo.settings import refuse_launcher_fields
+from octavo.terminal import Terminal, piped_lines, typed_lines
+from protocol.config import ConfigError
+
+DEFAULT_URL = "http://127.0.0.1:8000/v1"
+MODEL_HELP = (
+    "start a server of this model for this command alone: a directory, a Hugging Face id or a .gguf file; without it, a"
+    " running server is asked"
+)
+# One answer at a time, of which only the text is shown; --seed is the sampling's.
+NOT_IN_A_TERMINAL = ("n", "logprobs", "prompt_logprobs")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo chat [MODEL] [--url URL] [--flag VALUE ...]"
+    parser.description = (
+        "Talk to a model. Ctrl-C stops an answer, /clear forgets the conversation, Ctrl-D ends it. Lines of a pipe are"
+        " messages of one conversation."
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--system-prompt", metavar="TEXT", help="what the model is told before the first message")
+    add_terminal_flags(parser)
+
+
+def run(flags: Mapping[str, Any]) -> int:
+    with connected(flags) as terminal:
+        terminal.chat(flags["system_prompt"], lines(flags))
+    return 0
+
+
+def add_terminal_flags(parser: argparse.ArgumentParser) -> None:
+    """Give `parser` the flags with which a model is asked in a terminal."""
+    add_model(parser, MODEL_HELP)
+    parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and end")
+    parser.add_argument("--stats", action="store_true", help="tell tokens and times after each answer, on stderr")
+    server = parser.add_argument_group("a running server")
+    server.add_argument("--url", help=f"its API (default: {DEFAULT_URL})")
+    server.add_argument(
+        "--api-key", dest="key", metavar="KEY", help="the key that it wants (default: the first of OCTAVO_API_KEY)"
+    )
+    parser.add_argument("--model-name", metavar="NAME", help="which of its models to ask (default: the first)")
+    add_sampling_flags(parser, *NOT_IN_A_TERMINAL)
+    add_engine_flags(parser, "seed")
+
+
+@contextmanager
+def connected(flags: Mapping[str, Any]) -> Iterator[Terminal]:
+    """Yield a Terminal at the server that `flags` ask for. Raises CommandError, LaunchError or ConfigError."""
+    sampling = sampling_values(flags)
+    interactive = flags["quick"] is None and sys.stdin.isatty()
+    with _server(flags) as (url, key), closing(ApiClient(url, key)) as client:
+        model = flags["model_name"] or _first(client)
+        if interactive:
+            print(f"{model} at {url}: Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+        try:
+            yield Terminal(client, model, sampling, stats=flags["stats"], interactive=interactive)
+        except BrokenPipeError:  # who read our output has seen enough; nothing more may be written there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def lines(flags: Mapping[str, Any]) -> Iterator[str]:
+    """Return what is to be answered: the one message, what a person types, or the lines of a pipe."""
+    if flags["quick"] is not None:
+        return iter([flags["quick"]])
+    return typed_lines() if sys.stdin.isatty() else piped_lines()
+
+
+@contextmanager
+def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Yield the URL and key of a server: a MODEL that was typed gets one of its own, otherwise one is running."""
+    settings = typed_settings(flags)
+    settings.pop("seed", None)
+    if "model" not in settings:
+        if settings:
+            flag = "--" + next(iter(settings)).replace("_", "-")
+            raise ConfigError(f"{flag} is for a server of this command's own: name a MODEL")
+        config = read_config({})
+        yield flags["url"] or DEFAULT_URL, flags["key"] or next(iter(config.api_key), None)
+        return
+    if flags["url"] or flags["key"]:
+        flag = "--url" if flags["url"] else "--api-key"
+        raise ConfigError(f"{flag} is for a running server, and MODEL starts one for this command alone: give one")
+    config = read_config({"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
+    refuse_launcher_fields(config, "this command")
+    print(f"Starting {config.model}", file=sys.stderr)
+    with own_server(config) as (url, key):
+        yield url, key
+
+
+def _first(client: ApiClient) -> str:
+    if names := client.model_names():
+        return names[0]
+    raise CommandError(f"the server at {client.url} has no model")

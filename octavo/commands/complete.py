@@ -1,0 +1,23 @@
+"""`octavo complete`: text that a model goes on with, by a running server or one for this alone."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.commands.chat import add_terminal_flags, connected, lines
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo complete [MODEL] [--url URL] [--flag VALUE ...]"
+    parser.description = (
+        "Let a model go on with what is typed, without a chat template. Ctrl-C stops an answer, Ctrl-D ends. Each line"
+        " of a pipe is a text of its own."
+    )
+    parser.set_defaults(run=run)
+    add_terminal_flags(parser)
+
+
+def run(flags: Mapping[str, Any]) -> int:
+    with connected(flags) as terminal:
+        terminal.complete(lines(flags))
+    return 0

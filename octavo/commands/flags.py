@@ -1,0 +1,73 @@
+"""What the commands' flags have in common: MODEL, and the settings of a server."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
+
+MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
+EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
+FLAG_GROUPS = {
+    "server": (
+        "host",
+        "port",
+        "metrics_port",
+        "api_key",
+        "served_model_name",
+        "peer_timeout_s",
+        "hang_timeout_s",
+        "log_level",
+    ),
+    "model": (
+        "use_modelscope",
+        "trust_remote_code",
+        "load_format",
+        "quantization",
+        "dtype",
+        "max_model_len",
+        "generation_config",
+        "seed",
+    ),
+    "KV cache and batching": (
+        "kv_cache_dtype",
+        "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+        "block_size",
+        "enable_prefix_caching",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_queued_reqs",
+        "async_scheduling",
+    ),
+    "machine": ("attention_backend", "enforce_eager", "tensor_parallel_size", "num_threads"),
+}
+
+
+def add_model(parser: argparse.ArgumentParser, shown: str = MODEL_HELP) -> None:
+    """Give `parser` the argument MODEL, which may be typed as --model as well."""
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=shown)
+    parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same, as a flag")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, *without: str) -> None:
+    """Give `parser` the flags of what computes, but those of the fields in `without`; none that concern HTTP."""
+    for title, names in FLAG_GROUPS.items():
+        if title != "server":
+            add_flags(parser.add_argument_group(title), [name for name in names if name not in without])
+    add_flags(parser, ("log_level",))
+
+
+def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of `flags` that are fields of Config, MODEL among them. Raises ConfigError for two MODELs."""
+    settings = {name: value for name, value in flags.items() if name in FIELDS}
+    typed = flags.get("positional_model")
+    if typed is not None and settings.setdefault("model", typed) != typed:
+        raise ConfigError(f"the model is given twice: {typed} and --model {settings['model']}")
+    return settings
+
+
+def read_config(flags: Mapping[str, Any]) -> Config:
+    """Return the Config of the environment and `flags`. Raises ConfigError."""
+    return load_config(os.environ, typed_settings(flags))

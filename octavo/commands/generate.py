@@ -1,0 +1,117 @@
+"""`octavo generate`: a file of prompts in, a file of results out, without a server."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from octavo.batch.answers import generate_batch
+from octavo.batch.prompts import SUFFIXES
+from octavo.batch.results import open_results
+from octavo.batch.run import Batch
+from octavo.commands.flags import add_engine_flags, add_model, typed_settings
+from octavo.errors import CommandError
+from octavo.sampling_flags import add_sampling_flags, sampling_values
+from octavo.sampling_params import SamplingParams
+from octavo.settings import refuse_launcher_fields
+from protocol.config import FIELDS, Config, ConfigError, load_config
+from protocol.process import configure_logging
+
+# Of the settings, those that change results: they are remembered beside them.
+REMEMBERED = ("model", "load_format", "quantization", "dtype", "kv_cache_dtype", "generation_config", "max_model_len")
+ONLY_IN_RECORDS = ("logprobs", "prompt_logprobs")
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo generate [MODEL] --input-path FILE --output-path FILE [--flag VALUE ...]"
+    parser.description = (
+        "Generate for every prompt of a file. A .txt file has a prompt a line, newlines in it written as \\n; a .jsonl"
+        ' file {"prompt": ...} or {"messages": ...} a line, perhaps with an "id". Interrupted and run again, it goes on'
+        " where it was."
+    )
+    parser.set_defaults(run=run)
+    add_model(parser)
+    parser.add_argument("--input-path", type=_path, required=True, metavar="FILE", help="the prompts, .txt or .jsonl")
+    parser.add_argument(
+        "--output-path",
+        type=_path,
+        required=True,
+        metavar="FILE",
+        help="where results go, in the order of the prompts: a line of text each (.txt), or a JSON object with all that"
+        " is known of it (.jsonl)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever --output-path holds")
+    add_sampling_flags(parser)
+    add_engine_flags(parser, "seed")
+
+
+def run(flags: Mapping[str, Any]) -> int:
+    sampling, config = sampling_values(flags), _config(flags)
+    source, target = flags["input_path"], flags["output_path"]
+    _check_paths(source, target, sampling)
+    params = _params(sampling)
+    configure_logging("octavo", config.log_level)
+    with open_results(target, overwrite=flags["overwrite"]) as results:
+        batch = Batch(source, results, _parameters(config, sampling))
+        if batch.num_left:
+            _generate(config, params, batch)
+        print(f"{batch.num_prompts} results are in {target}{_failures(batch, target)}", file=sys.stderr)
+    return 1 if batch.num_failed else 0
+
+
+def _config(flags: Mapping[str, Any]) -> Config:
+    """Return the settings of the engine; of --seed, which is the sampling's, they know nothing."""
+    settings = {name: value for name, value in typed_settings(flags).items() if name != "seed"}
+    config = load_config(os.environ, {"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
+    refuse_launcher_fields(config, "`octavo generate`")
+    return config
+
+
+def _params(sampling: Mapping[str, Any]) -> SamplingParams:
+    try:
+        return SamplingParams(**sampling)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
+    if not source.is_file():
+        raise CommandError(f"--input-path {source} is no file")
+    if target.exists() and target.samefile(source):
+        raise ConfigError("--output-path is the same file as --input-path")
+    if target.suffix == ".txt":
+        for name in (*ONLY_IN_RECORDS, *(("n",) if sampling.get("n", 1) > 1 else ())):
+            if name in sampling:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag} gives more than a line of text can hold: let --output-path end in .jsonl")
+
+
+def _parameters(config: Config, sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what results depend on beside the prompts, as it was set."""
+    settings = {name: getattr(config, name) for name in REMEMBERED}
+    return {name: value for name, value in settings.items() if value != FIELDS[name].default} | dict(sampling)
+
+
+def _generate(config: Config, params: SamplingParams, batch: Batch) -> None:
+    try:
+        asyncio.run(generate_batch(config, params, batch))
+    except KeyboardInterrupt:
+        print(f"\n{batch.num_done} of {batch.num_prompts} are done; run again, it goes on from there", file=sys.stderr)
+        raise
+
+
+def _failures(batch: Batch, target: Path) -> str:
+    if not batch.num_failed:
+        return ""
+    instead = "an empty line" if target.suffix == ".txt" else "an error"
+    return f"; {batch.num_failed} of them have {instead} instead of an answer, as said above"
+
+
+def _path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text} has to end in {' or '.join(SUFFIXES)}, which says what a line is")
+    return path

@@ -1,0 +1,54 @@
+"""`octavo serve`: a model over HTTP, until Ctrl-C."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
+from octavo.dry_run import dry_run
+from octavo.launcher import listening_port, metrics_listening_port, serve
+from octavo.resolve import resolve_model
+from octavo.settings import refuse_launcher_fields
+from protocol.config import add_flags
+from protocol.lifeline import LIFELINE_FLAG
+from protocol.process import configure_logging, inherited_heart
+
+DRY_RUN_HELP = (
+    "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"
+    " fits here, and how many devices it takes; the exit status is 0 if it fits this machine, else 1"
+)
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "octavo serve [MODEL] [--flag VALUE ...]"
+    parser.description = "Serve a model over HTTP until Ctrl-C."
+    parser.epilog = EPILOG
+    parser.set_defaults(run=run)
+    add_model(parser)
+    parser.add_argument("--dry-run", action="store_const", dest="run", const=run_dry, help=DRY_RUN_HELP)
+    parser.add_argument(LIFELINE_FLAG, type=int, default=None, help=argparse.SUPPRESS)
+    for title, names in FLAG_GROUPS.items():
+        add_flags(parser.add_argument_group(title), names)
+
+
+def run(flags: Mapping[str, Any]) -> int:
+    config = read_config(flags)
+    refuse_launcher_fields(config, "`octavo serve`")
+    configure_logging("octavo", config.log_level)
+    inherited_heart(flags["lifeline_fd"]).end_with_parent()
+    listening_port(config)
+    metrics_listening_port(config)
+    resolved = resolve_model(
+        config.model or None,
+        trust_remote_code=config.trust_remote_code,
+        needs_weights=config.load_format != "dummy",
+        use_modelscope=config.use_modelscope,
+    )
+    serve(config, resolved.directory, resolved.served_name)
+    return 0
+
+
+def run_dry(flags: Mapping[str, Any]) -> int:
+    config = read_config(flags)
+    configure_logging("octavo", config.log_level)
+    return dry_run(config)

@@ -1,0 +1,1 @@
+"""Doors with the names that vLLM's users know."""

@@ -1,0 +1,1 @@
+"""`python -m octavo.entrypoints.openai.api_server` is `octavo serve`."""

@@ -1,0 +1,7 @@
+"""`python -m octavo.entrypoints.openai.api_server --model M` is `octavo serve --model M`."""
+
+import sys
+
+from octavo.cli import main
+
+sys.exit(main(["serve", *sys.argv[1:]]))

@@ -1,0 +1,212 @@
+"""The engine of a Python program: the gateway's, in a thread of its own, over child processes that only it uses."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.delta import Delta
+from gateway.engine import Engine, scheduler_clients
+from gateway.model_files import ModelFiles, read_model_files
+from octavo.child_log import ChildLog
+from octavo.errors import GenerationError, LaunchError
+from octavo.generating import Generating, collected, output_of
+from octavo.outputs import RequestOutput
+from octavo.preparation import Preparation, PreparedRequest
+from octavo.processes import POLL_S, Processes, socket_directory, with_sockets_in
+from octavo.resolve import resolve_model
+from protocol.config import Config
+
+ROLES = ("scheduler", "executor")
+
+NOT_RUNNING = "the model is not running: it was closed, or never started"
+
+Result = TypeVar("Result")
+
+
+class _EndedEarlyError(Exception):
+    """A child ended before the model was ready; says which and how."""
+
+
+class LocalEngine:
+    """One model's scheduler and executor as children, and a thread whose event loop talks to them.
+
+    `start`, then `submit` and `stream`, then `close`: in any thread and any event loop.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config  # from `start` on: with the model's directory and the sockets' addresses
+        self.files: ModelFiles
+        self.generating: Generating
+        self._preparation: Preparation | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+        self._begun = False
+        self._owner = os.getpid()
+        self._resources = ExitStack()
+        self._closing = threading.Event()
+        self._lock = threading.RLock()  # nothing is submitted to a thread that was told to end
+
+    def start(self) -> None:
+        """Return once the model is ready.
+
+        Raises ValueError if it or a setting cannot be, LaunchError with the cause if it does not start: no process is
+        left then.
+        """
+        if self._begun:
+            raise GenerationError("a model is started once: make another")
+        self._begun = True
+        log = ChildLog()
+        self._resources.callback(log.close)
+        try:
+            self._start(log)
+        except _EndedEarlyError as error:
+            self.close()
+            raise LaunchError(f"the {error} before the model was ready: {log.cause()}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def preparation(self) -> Preparation:
+        """What makes requests for the model. Raises GenerationError while it is not running."""
+        if self._preparation is None or self._closing.is_set():
+            raise GenerationError(NOT_RUNNING)
+        return self._preparation
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Run `work` in the engine's event loop. Raises GenerationError if it is closed, or was never started."""
+        with self._lock:
+            if self._thread is None or self._closing.is_set():
+                work.close()
+                raise GenerationError(NOT_RUNNING)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def stream(self, request: PreparedRequest) -> AsyncIterator[RequestOutput]:
+        """Yield what there is of `request` whenever there is more, in the caller's event loop."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[tuple[int, Delta] | concurrent.futures.Future[None]] = asyncio.Queue()
+
+        def deliver(item: "tuple[int, Delta] | concurrent.futures.Future[None]") -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        def deliver_end(future: "concurrent.futures.Future[None]") -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                deliver(future)
+
+        future = self.submit(self.generating.deliver(request, deliver))
+        future.add_done_callback(deliver_end)
+        answers = collected(request, self.files.tokenizer)
+        try:
+            while not all(answer.finish_reason for answer in answers):
+                items = [await arrived.get()]
+                while not arrived.empty():
+                    items.append(arrived.get_nowait())
+                for item in items:
+                    if isinstance(item, concurrent.futures.Future):
+                        result(item)
+                    else:
+                        index, delta = item
+                        answers[index].add(delta)
+                yield output_of(request, answers, self.files.tokenizer)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """End all: what is under way is aborted, no process or thread is left. Any number of times."""
+        if os.getpid() != self._owner:  # a fork has none of the threads, and its parent's children
+            return
+        if threading.current_thread() is self._thread:  # as a garbage collection may have it
+            threading.Thread(target=self.close, name="octavo-close").start()
+            return
+        with self._lock:
+            self._closing.set()
+        self._resources.close()
+
+    def _start(self, log: ChildLog) -> None:
+        config = self.config
+        model = resolve_model(
+            config.model or None,
+            trust_remote_code=config.trust_remote_code,
+            needs_weights=config.load_format != "dummy",
+            use_modelscope=config.use_modelscope,
+        )
+        self.config = msgspec.structs.replace(
+            with_sockets_in(self._resources.enter_context(socket_directory()), config),
+            model=str(model.directory),
+            served_model_name=config.served_model_name or (model.served_name,),
+        )
+        processes = Processes(self.config, ROLES, stderr=log.descriptor)
+        self._resources.callback(processes.stop)
+        processes.start()
+        self.files = read_model_files(self.config)  # meanwhile
+        self._resources.callback(self.files.tokenizer.close)
+        engine = self._start_thread()
+        self._wait_until_ready(processes, engine)
+        self._watch(processes)
+
+    def _start_thread(self) -> Engine:
+        """Return the engine, once it is open in a thread of its own."""
+        opened: concurrent.futures.Future[tuple[Engine, asyncio.Event]] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="octavo-engine", daemon=True)
+        self._thread.start()
+        engine, stopping = opened.result()
+        self._resources.callback(self._thread.join)
+        self._resources.callback(self._loop.call_soon_threadsafe, stopping.set)
+        return engine
+
+    def _run(self, opened: "concurrent.futures.Future[tuple[Engine, asyncio.Event]]") -> None:
+        try:
+            asyncio.run(self._serve(opened))
+        finally:
+            opened.cancel()  # for who waits for it, if it could not be opened
+
+    async def _serve(self, opened: "concurrent.futures.Future[tuple[Engine, asyncio.Event]]") -> None:
+        self._loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        config = self.config
+        async with Engine(scheduler_clients(config), self.files.tokenizer) as engine:
+            own_tasks = asyncio.all_tasks(self._loop)
+            num_places = config.max_num_seqs + min(config.max_num_seqs, config.max_num_queued_reqs)
+            self.generating = Generating(engine, self.files.tokenizer, num_places)
+            opened.set_result((engine, stopping))
+            await stopping.wait()
+            submitted = asyncio.all_tasks(self._loop) - own_tasks
+            for task in submitted:
+                task.cancel()
+            await asyncio.gather(*submitted, return_exceptions=True)
+
+    def _wait_until_ready(self, processes: Processes, engine: Engine) -> None:
+        while (ready := engine.ready) is None or not engine.healthy:
+            if ended := processes.ended():
+                raise _EndedEarlyError(ended)
+            if self._closing.wait(POLL_S):
+                raise GenerationError("the model was closed before it was ready")
+        self._preparation = Preparation(self.files, ready, self.config.seed)
+
+    def _watch(self, processes: Processes) -> None:
+        """Start again what ends, from now on."""
+
+        def watch() -> None:
+            while not self._closing.wait(POLL_S):
+                processes.revive()
+
+        watcher = threading.Thread(target=watch, name="octavo-watch", daemon=True)
+        watcher.start()
+        self._resources.callback(watcher.join)
+
+
+def result(future: "concurrent.futures.Future[Result]") -> Result:
+    """Wait for `future`; abort it if this thread is interrupted. Raises GenerationError if the engine was closed."""
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError:
+        raise GenerationError("the model was closed before all was generated") from None
+    except BaseException:
+        future.cancel()
+        raise

@@ -1,0 +1,48 @@
+"""A server for one command alone: started like `octavo serve` on a free port, ended with the command."""
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from octavo.errors import CommandError
+from octavo.launcher import answers, health_url, listening_port
+from octavo.processes import Process
+from protocol.config import Config, child_environ
+
+POLL_S = 0.1
+
+
+@contextmanager
+def own_server(config: Config) -> Iterator[tuple[str, str]]:
+    """Serve `config.model` on the loopback, and yield the URL of its API and the key that it takes.
+
+    Raises CommandError if it ends before it is ready: it has said why. It also ends when this process is killed.
+    """
+    key = secrets.token_urlsafe()
+    config = msgspec.structs.replace(config, host="127.0.0.1", port=0, api_key=(key,))
+    config = msgspec.structs.replace(config, port=listening_port(config))
+    process = Process(
+        [sys.executable, "-P", "-m", "octavo", "serve"],
+        environ=child_environ(config, os.environ, secrets=True),
+        stdout=subprocess.DEVNULL,  # where it would say how to use it
+    )
+    try:
+        _wait_until_ready(process, health_url(config))
+        yield f"http://{config.host}:{config.port}/v1", key
+    finally:
+        process.terminate()
+        process.wait()
+        process.lifeline.close()
+
+
+def _wait_until_ready(process: Process, url: str) -> None:
+    while not answers(url):
+        if process.poll() is not None:
+            raise CommandError("there is nobody to talk to: the server of this command ended, as it may say above")
+        time.sleep(POLL_S)

@@ -1,0 +1,218 @@
+"""From what a caller hands to the Python API to what the engine takes: checked, encoded, resolved. No event loop."""
+
+import itertools
+import operator
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypedDict, cast
+
+import msgspec
+
+from gateway.body import invalid_field
+from gateway.chat import check_chat, render_chat
+from gateway.choices import generation_requests
+from gateway.completions import DEFAULT_MAX_TOKENS
+from gateway.engine import GenerationRequest
+from gateway.errors import RequestError
+from gateway.model_files import ModelFiles
+from gateway.openai_types import ChatRequest
+from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params, unsigned_seed
+from octavo.sampling_params import SamplingParams
+from protocol import sampling
+from protocol.messages import Ready
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt and the sequences to generate for it, one an answer."""
+
+    request_id: str
+    prompt: str | None  # None: it was given as token ids
+    prompt_token_ids: list[int]
+    sequences: list[GenerationRequest]
+
+
+class Preparation:
+    """What is the same for all requests to one model. Several threads may use it at once."""
+
+    def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
+        self._files, self._ready = files, ready
+        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._numbers = itertools.count()
+
+    def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
+        """Return what to generate for a prompt. Raises ValueError or TypeError that says what is wrong with it."""
+        with _as_value_error():
+            text, token_ids = self._encode(prompt)
+            return self._request(text, token_ids, params, request_id)
+
+    def of_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> PreparedRequest:
+        """Return what to generate for a conversation. Raises ValueError that says what is wrong with it."""
+        fields = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        with _as_value_error():
+            body = _chat_request(fields)
+            chat = render_chat(self._files.chat_template, body, self._ready.max_model_len)
+            token_ids = self._files.tokenizer.encode_chat_now(chat)
+            text = chat.text
+            for placeholder, written in chat.placeholders.items():
+                text = text.replace(placeholder, written)
+            return self._request(text, token_ids, params, request_id)
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json says."""
+        said = msgspec.structs.asdict(self._files.sampling_defaults)
+        return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return the text and the ids of a prompt of any form."""
+        given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            check_text_length(len(given), self._ready.max_model_len, "prompt")
+            return given, self._files.tokenizer.encode_now(given)
+        try:
+            token_ids = [operator.index(token_id) for token_id in given]
+        except TypeError:
+            raise _wrong_prompt(given) from None
+        check_token_ids(token_ids, self._ready.vocab_size, "prompt_token_ids")
+        return None, token_ids
+
+    def _request(
+        self, text: str | None, token_ids: list[int], params: SamplingParams, request_id: str | None
+    ) -> PreparedRequest:
+        if not token_ids:
+            raise ValueError("the prompt is empty")
+        number = str(next(self._numbers))
+        sequences = generation_requests(params.request, number, "", [token_ids], [self._sampling(token_ids, params)])
+        return PreparedRequest(request_id or number, text, token_ids, sequences)
+
+    def _sampling(self, token_ids: list[int], params: SamplingParams) -> sampling.SamplingParams:
+        asked, defaults = params.request, self._files.sampling_defaults
+        usual = DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
+        max_tokens = resolve_max_tokens(
+            None,  # what was asked for is a limit here, not a demand: the end of the context is another
+            None if params.takes_all_room else asked.max_tokens or usual,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=self._ready.max_model_len,
+            asked_by="max_tokens",
+            prompt_is="prompt",
+        )
+        return sampling_params(
+            asked,
+            defaults,
+            vocab_size=self._ready.vocab_size,
+            eos_token_ids=self._files.eos_token_ids,
+            max_tokens=max_tokens,
+            seed=self._seeds.getrandbits(64) if asked.seed is None else unsigned_seed(asked.seed),
+            num_logprobs=asked.logprobs,
+            num_prompt_logprobs=asked.prompt_logprobs,
+        )
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts in one prompt or a sequence of them; integers are the token ids of one. Raises TypeError."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise _wrong_prompt(prompts)
+    items = cast("Sequence[Any]", prompts)
+    if items and not isinstance(items[0], str | Mapping | Sequence):
+        return [items]
+    return list(items)
+
+
+def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return the conversations in one of them or a sequence of them. Raises TypeError."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages is a list of messages or a list of such lists, not {type(messages).__name__}")
+    items = cast("Sequence[Any]", messages)
+    return [items] if items and isinstance(items[0], Mapping) else list(items)
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """Return the sampling of each prompt. Raises ValueError if there are more or fewer, TypeError if it is none."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    listed = list(params)
+    for item in listed:
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling_params is one SamplingParams or one per prompt, not {type(item).__name__}")
+    if len(listed) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts and {len(listed)} sampling_params: give one, or one each")
+    return listed
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Say of a ValueError or TypeError where it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{place}: {error}") from None
+
+
+def _only_value(prompt: Mapping[str, Any]) -> Any:
+    """Return the prompt in a dictionary. Raises ValueError for what it must not have."""
+    for name in prompt:
+        if name not in ("prompt", "prompt_token_ids"):
+            raise ValueError(f"{name!r} in a prompt is not supported: it has 'prompt' or 'prompt_token_ids'")
+    if len(prompt) != 1:
+        raise ValueError("a prompt has either 'prompt' or 'prompt_token_ids'")
+    [(name, value)] = prompt.items()
+    if isinstance(value, str) != (name == "prompt"):
+        raise TypeError("'prompt' is a string, 'prompt_token_ids' a list of integers")
+    return value
+
+
+def _wrong_prompt(prompt: object) -> TypeError:
+    forms = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
+    return TypeError(f"a prompt is {forms}, not {type(prompt).__name__}")
+
+
+def _chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    try:
+        body = msgspec.convert(fields, ChatRequest)
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error), ChatRequest) from None
+    check_chat(body)
+    return body
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Raise what the gateway would answer a client with as a ValueError."""
+    try:
+        yield
+    except RequestError as error:
+        raise ValueError(error.message) from None

@@ -1,0 +1,68 @@
+"""The settings of `LLM` and `AsyncLLM`: fields of Config as keywords, over the variables that set them for servers."""
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import TypeVar
+
+from protocol.config import FIELDS, Config, ConfigError, describe, load_config
+from protocol.suggestions import suggestion
+
+# Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
+LAUNCHER_FIELDS = (
+    "frontend_address",
+    "backend_address",
+    "schedulers",
+    "rank",
+    "distributed_address",
+    "shutdown_timeout_s",
+)
+# A script's own engine listens nowhere.
+HTTP_FIELDS = ("host", "port", "metrics_port", "api_key")
+KEYWORDS = tuple(name for name in FIELDS if name not in (*LAUNCHER_FIELDS, *HTTP_FIELDS))
+
+AnyClass = TypeVar("AnyClass", bound=type)
+
+
+def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Mapping[str, object]) -> Config:
+    """Return the Config of the OCTAVO_* variables, `model` and `settings`, which win; None leaves a setting as it is.
+
+    Raises TypeError for a keyword that is none, naming the nearest, and ConfigError for a value that cannot be.
+    """
+    for name in settings:
+        if name not in KEYWORDS:
+            raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{_why(caller, name)}")
+    given = {name: value for name, value in settings.items() if value is not None}
+    if model is not None:
+        given["model"] = os.fspath(model)
+    config = load_config(os.environ, given)
+    refuse_launcher_fields(config, caller)
+    return config
+
+
+def refuse_launcher_fields(config: Config, caller: str) -> None:
+    """Raise ConfigError if a variable sets what `caller`, which starts the processes, chooses itself."""
+    for name in LAUNCHER_FIELDS:
+        if getattr(config, name) != FIELDS[name].default:
+            variable = f"OCTAVO_{name.upper()}"
+            raise ConfigError(f"{variable} is for processes started one by one; {caller} chooses its own")
+
+
+def with_settings(kind: AnyClass) -> AnyClass:
+    """Let the class `kind` show the settings as its keywords, in its signature and its docstring."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    names = [name for name in KEYWORDS if name != "model"]
+    parameters = [inspect.Parameter(name, keyword, default=FIELDS[name].default) for name in names]
+    setattr(kind, "__signature__", inspect.Signature([model, *parameters]))  # noqa: B010  (it is no field of a type)
+    listed = "\n".join(f"    {name}: {describe(name)}" for name in names)
+    kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\nSettings:\n{listed}"
+    return kind
+
+
+def _why(caller: str, name: str) -> str:
+    if name in HTTP_FIELDS:
+        return f": {caller} listens nowhere, {name} is for `octavo serve`"
+    if name in LAUNCHER_FIELDS:
+        return f": {caller} chooses its own"
+    return suggestion(name, KEYWORDS)

@@ -1,0 +1,218 @@
+"""What a start that fails says: one paragraph, last, with cause and remedy, and a status that tells."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from protocol.safetensors_index import INDEX_FILE
+from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
+
+ROOT = Path(__file__).parents[2]
+LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [DIW] ")
+# Against a hang. A process that imports torch takes what the machine gives it.
+TIMEOUT_S = {"resolution": 10, "gateway": 20, "executor": 40}
+WITHOUT = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Without())
+"""
+EXTRAS = 'pip install "octavo[gateway,executor]"'
+
+
+class Failure(NamedTuple):
+    """A way in which a start fails, who says so, and the words of cause and remedy."""
+
+    name: str
+    words: tuple[str, ...]
+    damage: Callable[[Path], object] | None = None  # to a copy of the model
+    flags: tuple[str, ...] = ()
+    environ: dict[str, str] = {}  # noqa: RUF012
+    said_by: str = "resolution"
+
+
+def edit(name: str, **keys: Any) -> Callable[[Path], object]:
+    def damage(model: Path) -> None:
+        content = json.loads((model / name).read_text())
+        (model / name).write_text(json.dumps(content | keys))
+
+    return damage
+
+
+def shard(model: Path) -> Path:
+    return model / "model-00001-of-00005.safetensors"
+
+
+def truncate(model: Path) -> None:
+    os.truncate(shard(model), 1000)
+
+
+def spoil_header(model: Path) -> None:
+    with shard(model).open("r+b") as file:
+        file.seek(8)
+        file.write(b"?")
+
+
+LARGE = {"hidden_size": 32768, "intermediate_size": 131072, "num_hidden_layers": 500, "num_attention_heads": 128}
+FAILURES = (
+    Failure("shard missing", ("lacks model-00001-of-00005", "Download it again"), lambda model: shard(model).unlink()),
+    Failure("shard truncated", ("model-00001-of-00005.safetensors is damaged", "Download it again"), truncate),
+    Failure("header corrupt", ("its header is not that of a safetensors file", "Download it again"), spoil_header),
+    Failure(
+        "index corrupt", (INDEX_FILE, "Download the model again"), lambda model: (model / INDEX_FILE).write_text("{")
+    ),
+    Failure(
+        "tokenizer missing",
+        ("has no tokenizer", "Copy tokenizer.json"),
+        lambda model: (model / "tokenizer.json").unlink(),
+    ),
+    Failure("block size", ("block_size cannot be 5000", "at most 1024"), flags=("--block-size", "5000")),
+    Failure("value", ("did you mean bfloat16?",), flags=("--dtype", "bfloat")),
+    Failure("no modelscope", ("pip install modelscope",), flags=("--model", "org/x", "--use-modelscope")),
+    Failure("endpoint", ("HF_ENDPOINT", "local path"), flags=("--model", "x"), environ={"HF_ENDPOINT": "nonsense"}),
+    Failure("path", ("there is no file or directory './nowhere'",), flags=("--model", "./nowhere")),
+    Failure(
+        "tokenizer broken",
+        ("tokenizer.json cannot be used", "Download the model again"),
+        lambda model: (model / "tokenizer.json").write_text("{}"),
+        said_by="gateway",
+    ),
+    Failure(
+        "chat template",
+        ("chat template is not valid: line 1", "Put it right in", "tokenizer_config.json"),
+        edit("tokenizer_config.json", chat_template="{% for x in %}"),
+        said_by="gateway",
+    ),
+    Failure(
+        "no room for a sequence",
+        ("196608 bytes", "room for 100000", "--max-model-len to 128 or less", "--kv-cache-memory-bytes to 196608"),
+        flags=("--kv-cache-memory-bytes", "100k"),
+        said_by="executor",
+    ),
+    Failure(
+        "no room for the weights",
+        ("the weights take", "--quantization int8 or int4", "--tensor-parallel-size"),
+        edit("config.json", **LARGE),
+        ("--load-format", "dummy", "--max-model-len", "16"),
+        said_by="executor",
+    ),
+    Failure(
+        "too long",
+        ("max_model_len (100000)", "Set --max-model-len to 256 or less"),
+        flags=("--max-model-len", "100000"),
+        said_by="executor",
+    ),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model in five shards, with all that serving needs."""
+    directory = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return make_checkpoint(directory, vocab_size=VOCAB_SIZE, max_shard_size="150KB")
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
+def test_a_start_that_fails_says_why_in_one_paragraph(failure: Failure, model: Path, tmp_path: Path) -> None:
+    if failure.damage is not None:
+        model = Path(shutil.copytree(model, tmp_path / "model"))
+        failure.damage(model)
+    named = () if "--model" in failure.flags else ("--model", str(model))
+    said = refusal(*named, *failure.flags, environ=failure.environ, timeout_s=TIMEOUT_S[failure.said_by])
+    assert said.startswith("octavo: " if failure.said_by == "resolution" else f"python -m {failure.said_by}: ")
+    for words in failure.words:
+        assert words in said
+
+
+def test_a_port_in_use_is_told_before_the_model_is_looked_at() -> None:
+    with listening() as port:
+        said = refusal("--model", "./nowhere", "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said
+    assert "choose another with --port" in said
+
+
+def test_a_hub_that_keeps_silent_is_not_waited_for(tmp_path: Path) -> None:
+    with listening() as port:
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        said = refusal("--model", "org/name", environ=environ, timeout_s=20)
+    assert f"org/name could not be fetched from http://127.0.0.1:{port} (no answer within" in said
+    assert "HF_ENDPOINT" in said
+    assert "a local path" in said
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = refusal(environ={"XDG_CACHE_HOME": str(tmp_path / "file")})
+    assert f"cannot write to the model cache {tmp_path / 'file' / 'octavo' / 'models'}" in said
+    assert "set XDG_CACHE_HOME to another directory" in said
+
+
+def test_triton_without_a_gpu(model: Path) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    flags = ("--model", str(model), "--attention-backend", "triton")
+    said = refusal(*flags, environ=environ, timeout_s=TIMEOUT_S["executor"])
+    assert "attention_backend 'triton' is not available on this machine: it needs a GPU" in said
+    assert "it has: auto, cpu, reference" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (("octavo", "serve", "--port", "0"), "uvicorn"),
+        (("octavo", "pull", "org/name"), "huggingface_hub"),
+        (("gateway", "--model", "."), "starlette"),
+        (("executor", "--model", "."), "numba"),
+    ],
+)
+def test_a_base_installation_names_the_extras(arguments: tuple[str, ...], absent: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=(absent,)))
+    environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    said = ended(*arguments, environ=environ, timeout_s=10)
+    assert f"the Python package {absent} is missing" in said
+    assert EXTRAS in said
+
+
+def refusal(*flags: str, environ: dict[str, str] | None = None, timeout_s: float = 10) -> str:
+    port = () if "--port" in flags else ("--port", "0")
+    return ended("octavo", "serve", *flags, *port, environ=environ, timeout_s=timeout_s)
+
+
+def ended(*arguments: str, environ: dict[str, str] | None, timeout_s: float) -> str:
+    """Return the one paragraph that a command says last, having checked that it failed and said nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | (environ or {}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode in (1, 2)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    lines = done.stderr.splitlines()
+    [paragraph] = [line for line in lines if not LOG_LINE.match(line)]
+    assert lines[-1] == paragraph
+    return paragraph
+
+
+@contextmanager
+def listening() -> Iterator[int]:
+    """Yield a port whose connections nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]

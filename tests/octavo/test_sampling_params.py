@@ -1,0 +1,74 @@
+"""SamplingParams: the fields of the HTTP API, under its checks, as keywords."""
+
+import copy
+import inspect
+import typing
+
+import pytest
+
+from gateway.openai_types import CommonRequest, OnlyNeutral
+from octavo import SamplingParams
+
+
+def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
+    no_sampling = {
+        "model",
+        "stream",
+        "stream_options",
+        "cache_salt",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+    }
+    hints = typing.get_type_hints(CommonRequest, include_extras=True)
+    honoured = {
+        name
+        for name, hint in hints.items()
+        if not any(isinstance(mark, OnlyNeutral) for mark in getattr(hint, "__metadata__", ()))
+    }
+    assert set(inspect.signature(SamplingParams).parameters) == honoured - no_sampling | {"logprobs", "prompt_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"temperature": -1}, "temperature: expected number >= 0"),
+        ({"temperature": float("nan")}, "temperature has to be finite"),
+        ({"logit_bias": {5: float("inf")}}, "logit_bias has to be finite"),
+        ({"logit_bias": {5: 200.0}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"n": 0}, "n: expected integer >= 1"),
+        ({"n": True}, "n: expected integer"),
+        ({"stop": ["a", ""]}, "stop cannot hold an empty string"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"bad_words": ["x"]}, "bad_words is not supported"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**fields)
+
+
+def test_an_unknown_field_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"'temprature'; did you mean temperature\?"):
+        SamplingParams(temprature=0)
+    with pytest.raises(TypeError, match="no field 'stream'"):
+        SamplingParams(stream=True)
+
+
+def test_fields_can_be_read_and_set_under_the_same_checks() -> None:
+    params = SamplingParams(temperature=0.5, logit_bias={7: 1.0})
+    assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, None, {"7": 1.0})
+    params.max_tokens = 3
+    with pytest.raises(ValueError, match="top_p"):
+        params.top_p = 2
+    with pytest.raises(AttributeError, match=r"did you mean top_k\?"):
+        params.topk = 2
+    assert params == SamplingParams(temperature=0.5, logit_bias={7: 1.0}, max_tokens=3)
+    assert repr(copy.deepcopy(params)) == "SamplingParams(temperature=0.5, logit_bias={7: 1.0}, max_tokens=3)"
+
+
+def test_no_limit_is_something_else_than_none_said() -> None:
+    assert SamplingParams(max_tokens=None) != SamplingParams()
