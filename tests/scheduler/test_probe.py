@@ -1,5 +1,6 @@
 """`python -m scheduler.probe`: ready means that a scheduler answers and its executor is alive."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,23 +23,23 @@ def test_it_tells_a_loading_executor_from_one_that_serves_and_one_that_is_gone()
         )
 
 
-def test_the_exit_status_and_one_line_say_it():
+def probe(**settings: str) -> "subprocess.CompletedProcess[str]":
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
     command = [sys.executable, "-m", "scheduler.probe"]
+    return subprocess.run(command, cwd=ROOT, env=kept | settings, capture_output=True, text=True)
+
+
+def test_the_exit_status_and_one_line_say_it():
     with socket_directory() as directory, SchedulerThread(toy_config(directory)) as scheduler:
+        address = scheduler.config.frontend_address
         with FakeExecutor(scheduler.config.backend_address, num_blocks=10):
-            wait_until(lambda: not ask(scheduler.config.frontend_address, 1.0))
-            done = subprocess.run(
-                [*command, "--frontend-address", scheduler.config.frontend_address],
-                cwd=ROOT,
-                capture_output=True,
-                text=True,
-            )
+            wait_until(lambda: not ask(address, 1.0))
+            done = probe(OCTAVO_FRONTEND_ADDRESS=address)
             assert (done.returncode, done.stderr) == (0, "")
-        lost = subprocess.run(
-            [*command, "--frontend-address", f"ipc://{directory}/none"], cwd=ROOT, capture_output=True, text=True
-        )
-    assert lost.returncode == 1
-    assert len(lost.stderr.splitlines()) == 1
+        for settings in ({"OCTAVO_FRONTEND_ADDRESS": f"ipc://{directory}/none"}, {"OCTAVO_FRONTEND": address}):
+            lost = probe(**settings)
+            assert lost.returncode == 1
+            assert len(lost.stderr.splitlines()) == 1
 
 
 def test_it_asks_on_this_machine_where_the_scheduler_listens_everywhere():
