@@ -45,7 +45,8 @@ def test_each_process_can_read_its_settings(stack: dict[str, Any], service: str)
 
 
 def test_every_setting_reaches_the_processes(stack: dict[str, Any]) -> None:
-    passed_on = {name.removeprefix(PREFIX).lower() for name in stack["x-settings"] if name.startswith(PREFIX)}
+    names = {*stack["x-settings"], *stack["services"]["pull"]["environment"]}
+    passed_on = {name.removeprefix(PREFIX).lower() for name in names if name.startswith(PREFIX)}
     assert passed_on <= FIELDS.keys()
     assert FIELDS.keys() - passed_on == (CHOSEN_HERE - {"model", "served_model_name"}) | ONE_RANK
 
