@@ -66,7 +66,9 @@ class ChatTemplate:
         `template_kwargs` may name what the template reads and the server does not set. Raises ChatTemplateError.
         """
         if self._source is None or self._render is None:
-            raise ChatTemplateError("this model has no chat template: use /v1/completions")
+            raise ChatTemplateError(
+                "this model has no chat template: give it plain text (/v1/completions, LLM.generate)"
+            )
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
         self._check_kwargs(template_kwargs or {})

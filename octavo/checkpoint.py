@@ -60,7 +60,9 @@ def _require_whole(paths: list[Path]) -> None:
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}. Make it readable for this user.") from None
         if found:
-            raise ModelError(f"{path} {found}.")
+            # The hub's cache links to what it holds, and fetches nothing that it holds.
+            kept = f" (remove {path.resolve()} first)" if path.is_symlink() else ""
+            raise ModelError(f"{path} {found}{kept}.")
 
 
 def _other_formats(directory: Path) -> str:

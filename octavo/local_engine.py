@@ -25,7 +25,7 @@ from protocol.config import Config
 
 ROLES = ("scheduler", "executor")
 
-NOT_RUNNING = "the model is not running: it was closed, or never started"
+NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
 
 Result = TypeVar("Result")
 
@@ -81,9 +81,9 @@ class LocalEngine:
         return self._preparation
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Run `work` in the engine's event loop. Raises GenerationError if it is closed, or was never started."""
+        """Run `work` in the engine's event loop. Raises GenerationError if it is closed, or was never started here."""
         with self._lock:
-            if self._thread is None or self._closing.is_set():
+            if self._thread is None or self._closing.is_set() or os.getpid() != self._owner:
                 work.close()
                 raise GenerationError(NOT_RUNNING)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -185,9 +185,14 @@ class LocalEngine:
         while (ready := engine.ready) is None or not engine.healthy:
             if ended := processes.ended():
                 raise _EndedEarlyError(ended)
-            if self._closing.wait(POLL_S):
-                raise GenerationError("the model was closed before it was ready")
+            self._closing.wait(POLL_S)
+            self._require_open()
+        self._require_open()
         self._preparation = Preparation(self.files, ready, self.config.seed)
+
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise GenerationError("the model was closed before it was ready")
 
     def _watch(self, processes: Processes) -> None:
         """Start again what ends, from now on."""

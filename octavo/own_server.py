@@ -13,7 +13,8 @@ import msgspec
 from octavo.errors import CommandError
 from octavo.launcher import answers, health_url, listening_port
 from octavo.processes import Process
-from protocol.config import Config, child_environ
+from octavo.settings import HTTP_FIELDS
+from protocol.config import FIELDS, Config, child_environ
 
 POLL_S = 0.1
 
@@ -25,7 +26,9 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
     Raises CommandError if it ends before it is ready: it has said why. It also ends when this process is killed.
     """
     key = secrets.token_urlsafe()
-    config = msgspec.structs.replace(config, host="127.0.0.1", port=0, api_key=(key,))
+    # Variables that say where to listen may be those of another server here.
+    as_usual = {name: field.default for name, field in FIELDS.items() if name in HTTP_FIELDS}
+    config = msgspec.structs.replace(config, **{**as_usual, "port": 0, "api_key": (key,)})
     config = msgspec.structs.replace(config, port=listening_port(config))
     process = Process(
         [sys.executable, "-P", "-m", "octavo", "serve"],

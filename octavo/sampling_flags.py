@@ -1,6 +1,7 @@
 """A flag for each field of SamplingParams, from the type that checks it in the HTTP API."""
 
 import argparse
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from octavo.sampling_params import HINTS, HONOURED
 from protocol.config import ConfigError, base_type, explain_value, parse_integer, range_of
 
 KINDS = {name: HINTS[name] for name in HONOURED}
+NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # that anybody would come near
 DESCRIPTION = (
     "As in the HTTP API (docs/api.md). What is left out comes from the model's generation_config.json, or is the"
     " API's default."
@@ -42,7 +44,7 @@ def _flag_options(name: str, kind: Any) -> dict[str, Any]:
     if base is bool:
         return {"action": argparse.BooleanOptionalAction}
     if base in (int, float):
-        return {"metavar": "N" if base is int else "X", "help": f"a number{range_of(kind)}"}
+        return {"metavar": "N" if base is int else "X", "help": f"a number{NO_BOUND.sub('', range_of(kind))}"}
     if typing.get_origin(base) is dict:
         return {"metavar": "JSON", "help": 'a JSON object of token ids, such as {"50": -100}'}
     return {"metavar": "IDS", "help": "token ids, separated by commas"}

@@ -2,13 +2,15 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from octavo.api_client import ApiClient, ApiError
 from octavo.errors import CommandError
+
+TextOf = Callable[[dict[str, Any]], str]  # of a choice
 
 PROMPT = "> "
 CLEAR = "/clear"
@@ -61,7 +63,7 @@ class Terminal:
         for line in lines:
             self._answer("completions", {"prompt": line}, _completion_text)
 
-    def _answer(self, route: str, body: dict[str, Any], text_of: Any) -> Answer | None:
+    def _answer(self, route: str, body: dict[str, Any], text_of: TextOf) -> Answer | None:
         """Print the answer as it comes and return what there is of it; None if the server failed."""
         options = {"stream_options": {"include_usage": True}} if self._stats else {}
         answer = Answer(asked_s=time.monotonic())
@@ -83,7 +85,7 @@ class Terminal:
         self._say_more(answer)
         return answer
 
-    def _take(self, answer: Answer, chunk: dict[str, Any], text_of: Any) -> None:
+    def _take(self, answer: Answer, chunk: dict[str, Any], text_of: TextOf) -> None:
         answer.usage = chunk.get("usage") or answer.usage
         for choice in chunk.get("choices") or ():
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from octavo.cli import COMMANDS
 from protocol.config import FIELDS
 
 ROOT = Path(__file__).parent.parent
@@ -76,8 +77,9 @@ def test_gateway_and_scheduler_never_load_torch(module: str) -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_the_command_line_starts_without_the_heavy_libraries() -> None:
-    code = "import sys, octavo.cli; print(sorted({'torch', 'transformers', 'numba'} & set(sys.modules)))"
+@pytest.mark.parametrize("module", ["octavo.cli", *(f"octavo.commands.{name}" for name in COMMANDS)])
+def test_the_command_line_starts_without_the_heavy_libraries(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'transformers', 'numba'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

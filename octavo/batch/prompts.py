@@ -51,7 +51,11 @@ class Fingerprint:
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """Yield the prompts of the file, read as they are asked for. Raises CommandError that names the line."""
     parse = _parsers()[path.suffix]
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+    with file:
         for number, raw in enumerate(file, 1):
             raw = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             try:

@@ -8,8 +8,9 @@ import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -29,7 +30,7 @@ class Run(msgspec.Struct, frozen=True):
 class Results:
     """An open file of results, which no other process writes meanwhile. `num_done` is how many there are."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: FileIO) -> None:
         self.path, self._file = path, file
         self.num_done = _repair(file)
 
@@ -46,29 +47,30 @@ class Results:
             ) from None
 
     def belong_to(self, run: Run) -> None:
-        """Write down that the results are of `run`, before the first is added."""
+        """Write down that the results are of `run`, before the first is added. Raises CommandError."""
         target = _run_path(self.path)
         partial = target.with_name(target.name + ".partial")
-        with partial.open("wb") as file:
-            file.write(msgspec.json.format(msgspec.json.encode(run)) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
+        with _writing(target):
+            with partial.open("wb") as file:
+                file.write(msgspec.json.format(msgspec.json.encode(run)) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
 
     def add(self, line: str) -> None:
-        """Add the next result; once this returns, no end of this process can undo it."""
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        """Add the next result; once this returns, no end of this process can undo it. Raises CommandError."""
+        rest = memoryview(line.encode() + b"\n")
+        with _writing(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
         self.num_done += 1
 
 
 @contextmanager
 def open_results(path: Path, *, overwrite: bool = False) -> Iterator[Results]:
     """Open `path` for adding results, a half-written last line removed. Raises CommandError."""
-    try:
-        file = path.open("ab+")
-    except OSError as error:
-        raise CommandError(f"{path} cannot be written: {error.strerror}") from None
+    with _writing(path):
+        file = path.open("ab+", buffering=0)  # what is added is out at once, and nothing is left to write at the end
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,6 +92,15 @@ def check_same_run(path: Path, begun: Run, parameters: Mapping[str, Any]) -> Non
             )
 
 
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the body into a CommandError about writing to `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
 def _run_path(path: Path) -> Path:
     return path.with_name(path.name + ".run.json")
 
@@ -98,7 +109,7 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else msgspec.json.encode(value).decode()
 
 
-def _repair(file: BinaryIO) -> int:
+def _repair(file: FileIO) -> int:
     """Remove what follows the last end of line, and return the number of lines."""
     num_lines = num_bytes = position = 0
     file.seek(0)

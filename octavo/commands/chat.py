@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from octavo.api_client import ApiClient
-from octavo.commands.flags import add_engine_flags, add_model, read_config, typed_settings
+from octavo.commands.flags import add_engine_flags, add_model, read_config, read_quiet_config, typed_settings
 from octavo.errors import CommandError
 from octavo.own_server import own_server
 from octavo.sampling_flags import add_sampling_flags, sampling_values
@@ -94,7 +94,7 @@ def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     if flags["url"] or flags["key"]:
         flag = "--url" if flags["url"] else "--api-key"
         raise ConfigError(f"{flag} is for a running server, and MODEL starts one for this command alone: give one")
-    config = read_config({"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
+    config = read_quiet_config(settings)
     refuse_launcher_fields(config, "this command")
     print(f"Starting {config.model}", file=sys.stderr)
     with own_server(config) as (url, key):

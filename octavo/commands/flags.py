@@ -56,7 +56,15 @@ def add_engine_flags(parser: argparse.ArgumentParser, *without: str) -> None:
     for title, names in FLAG_GROUPS.items():
         if title != "server":
             add_flags(parser.add_argument_group(title), [name for name in names if name not in without])
-    add_flags(parser, ("log_level",))
+    levels = "debug|info|warning|error"
+    parser.add_argument(
+        "--log-level", default=argparse.SUPPRESS, metavar=levels, help="least level to log (default: warning)"
+    )
+
+
+def read_quiet_config(settings: Mapping[str, Any]) -> Config:
+    """Return the Config of the environment and `settings` for a command whose log nobody waits for."""
+    return load_config(os.environ, {"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
 
 
 def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +11,12 @@ from octavo.batch.answers import generate_batch
 from octavo.batch.prompts import SUFFIXES
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
-from octavo.commands.flags import add_engine_flags, add_model, typed_settings
+from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
 from octavo.sampling_flags import add_sampling_flags, sampling_values
 from octavo.sampling_params import SamplingParams
 from octavo.settings import refuse_launcher_fields
-from protocol.config import FIELDS, Config, ConfigError, load_config
+from protocol.config import FIELDS, Config, ConfigError
 from protocol.process import configure_logging
 
 # Of the settings, those that change results: they are remembered beside them.
@@ -65,7 +64,7 @@ def run(flags: Mapping[str, Any]) -> int:
 def _config(flags: Mapping[str, Any]) -> Config:
     """Return the settings of the engine; of --seed, which is the sampling's, they know nothing."""
     settings = {name: value for name, value in typed_settings(flags).items() if name != "seed"}
-    config = load_config(os.environ, {"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
+    config = read_quiet_config(settings)
     refuse_launcher_fields(config, "`octavo generate`")
     return config
 
@@ -79,7 +78,7 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
     if not source.is_file():
-        raise CommandError(f"--input-path {source} is no file")
+        raise CommandError(f"--input-path {source} is no regular file")
     if target.exists() and target.samefile(source):
         raise ConfigError("--output-path is the same file as --input-path")
     if target.suffix == ".txt":

@@ -22,17 +22,6 @@ ROOT = Path(__file__).parents[2]
 LOG_LINE = re.compile(r"\d\d:\d\d:\d\d [DIW] ")
 # Against a hang. A process that imports torch takes what the machine gives it.
 TIMEOUT_S = {"resolution": 10, "gateway": 20, "executor": 40}
-WITHOUT = """
-import sys
-
-class Without:
-    def find_spec(self, name, path=None, target=None):
-        if name in {names!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Without())
-"""
-EXTRAS = 'pip install "octavo[gateway,executor]"'
 
 
 class Failure(NamedTuple):
@@ -168,23 +157,6 @@ def test_triton_without_a_gpu(model: Path) -> None:
     said = refusal(*flags, environ=environ, timeout_s=TIMEOUT_S["executor"])
     assert "attention_backend 'triton' is not available on this machine: it needs a GPU" in said
     assert "it has: auto, cpu, reference" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "absent"),
-    [
-        (("octavo", "serve", "--port", "0"), "uvicorn"),
-        (("octavo", "pull", "org/name"), "huggingface_hub"),
-        (("gateway", "--model", "."), "starlette"),
-        (("executor", "--model", "."), "numba"),
-    ],
-)
-def test_a_base_installation_names_the_extras(arguments: tuple[str, ...], absent: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WITHOUT.format(names=(absent,)))
-    environ = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    said = ended(*arguments, environ=environ, timeout_s=10)
-    assert f"the Python package {absent} is missing" in said
-    assert EXTRAS in said
 
 
 def refusal(*flags: str, environ: dict[str, str] | None = None, timeout_s: float = 10) -> str:

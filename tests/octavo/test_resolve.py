@@ -128,6 +128,14 @@ def test_a_file_of_weights_that_is_not_whole_is_refused(content: bytes, said: st
     assert said in message
 
 
+def test_what_a_cache_would_not_fetch_again_is_to_be_removed(checkpoint: Path) -> None:
+    blob = (checkpoint / "model.safetensors").rename(checkpoint / "blob")
+    (checkpoint / "model.safetensors").symlink_to(blob)
+    assert resolve_model(str(checkpoint)).directory == checkpoint
+    blob.write_bytes(b"")
+    assert f"Download it again (remove {blob} first)" in refusal(str(checkpoint))
+
+
 def test_a_file_of_weights_may_have_notes(checkpoint: Path) -> None:
     header = b'{"__metadata__": {"format": "pt"}, "a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}'
     (checkpoint / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"abc")

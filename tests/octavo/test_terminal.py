@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from gateway.__main__ import listen
 from octavo.cli import main
-from protocol.messages import Submit, unpack_ids
+from protocol.messages import Abort, Submit, unpack_ids
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, serving
 from tests.fakes.model_directories import IM_END, VOCAB_SIZE, text_ids, write_tiny_model
@@ -41,7 +41,7 @@ async def gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
 @pytest.fixture
 def served(gateway: Served) -> Served:
     gateway.scheduler.reply = lambda submit: [*text_ids("Blue 🫠."), IM_END]
-    gateway.scheduler.paused = False
+    gateway.scheduler.paused, gateway.scheduler.step_s = False, 0.001
     gateway.scheduler.received.clear()
     return gateway
 
@@ -188,13 +188,14 @@ async def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(served: Served) -> Non
         await terminal.until("> ")
         terminal.interrupt()  # nothing is said: the line is thrown away
         await terminal.until("> ", 2)
-        served.scheduler.tokens_per_step = 3
+        served.scheduler.step_s = 0.02  # all of it would take ten seconds
         terminal.type("one\r")
         await terminal.until("so so")
         served.scheduler.paused = True
         terminal.interrupt()
         await terminal.until("> ", 3)
-        served.scheduler.paused = False
+        await served.scheduler.wait_for(Abort)
+        served.scheduler.paused, served.scheduler.step_s = False, 0.001
         served.scheduler.reply = lambda submit: [*text_ids("Blue."), IM_END]
         terminal.type("two\r")
         await terminal.until("Blue.")

@@ -1,0 +1,37 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from octavo.child_log import ChildLog
+
+
+def log_of(*writings: bytes) -> ChildLog:
+    """Return a closed log after children that wrote `writings`, of which a stranger still holds the pipe."""
+    log = ChildLog()
+    held = os.dup(log.descriptor)
+    for writing in writings:
+        code = f"import sys; sys.stderr.buffer.write({writing!r})"
+        subprocess.run([sys.executable, "-S", "-c", code], stderr=log.descriptor, check=True)
+    log.close()
+    os.close(held)
+    return log
+
+
+def test_all_is_passed_on_and_the_one_line_of_who_refuses_is_the_cause(capfd: pytest.CaptureFixture[str]) -> None:
+    written = b"10:00:00 I executor: import\npython -m executor: there is no room: make some\n"
+    log = log_of(written, b"10:00:01 I scheduler: bye\n")
+    assert capfd.readouterr().err == written.decode() + "10:00:01 I scheduler: bye\n"
+    assert log.cause() == "there is no room: make some"
+
+
+def test_without_such_a_line_the_last_lines_are(capfd: pytest.CaptureFixture[str]) -> None:
+    lines = [f"line {number}" for number in range(5000)]
+    cause = log_of("\n".join(lines).encode()).cause()
+    assert cause.splitlines() == ["it said last:", *lines[-15:]]
+    assert len(capfd.readouterr().err.splitlines()) == 5000
+
+
+def test_silence_is_said_too() -> None:
+    assert log_of().cause() == "it said nothing"

@@ -1,0 +1,46 @@
+"""`octavo env`: what a bug report needs, without secrets, also where torch is missing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo import __version__
+from octavo.cli import main
+
+
+def test_the_report_names_what_a_bug_depends_on_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "octavo" / "models" / "mine"
+    model.mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(bytes(2_500_000))
+    secrets = {"OCTAVO_API_KEY": "sesame-1", "HF_TOKEN": "sesame-2", "https_proxy": "http://user:sesame-3@proxy:1"}
+    for name, value in {**secrets, "OCTAVO_MAX_NUM_SEQ": "8", "XDG_CACHE_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["env", str(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "sesame" not in shown
+    lines = {" ".join(line.split()) for line in shown.splitlines()}
+    assert {
+        f"version {__version__}",
+        "OCTAVO_API_KEY (set, not shown)",
+        "HF_TOKEN (set, not shown)",
+        "https_proxy http://...@proxy:1",
+        "OCTAVO_MAX_NUM_SEQ 8",
+        "mine 2.5 MB",
+        "model.safetensors 2,500,000 bytes",
+    } <= lines
+    titles = {line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")}
+    assert {"Packages", "System", "CPU and memory", "GPUs", "What computes"} <= titles
+    assert [line for line in lines if line.startswith("backends ") and "reference (on " in line]
+
+
+def test_without_torch_the_rest_is_found() -> None:
+    program = "import sys; sys.modules['torch'] = None; from executor.environment import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["backends"].startswith("none: ")
+    assert "threads of the model" in found
