@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 for a port that cannot be had, 2 for a model that cannot be used."""
+    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that cannot be had."""
     config, heart = start_process(
         "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
     )
@@ -59,27 +59,27 @@ def main() -> int:
         return refuse("gateway", error)
     with ExitStack() as stack:
         try:
-            listener = stack.enter_context(_listen(config.host, config.port))
+            listener = stack.enter_context(_listen(config.host, config.port, "--port"))
             beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
-                beside = _metrics_alone(metrics, config, stack.enter_context(_listen(config.host, config.metrics_port)))
+                page = stack.enter_context(_listen(config.host, config.metrics_port, "--metrics-port"))
+                beside = _metrics_alone(metrics, config, page)
         except ListenError as error:
-            print(f"python -m gateway: {error}", file=sys.stderr)
-            return 1
-        return _serve(app, config, listener, heart, beside)
+            return refuse("gateway", error)
+        return _serve(app, config, listener, beside, heart)
 
 
 class ListenError(Exception):
     """A port that cannot be had."""
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen(host, port)
     except OSError as error:
         # A name's are negative.
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another port or --host.") from None
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another {flag} or --host.") from None
 
 
 class Server(uvicorn.Server):
@@ -106,10 +106,10 @@ def _serve(
     app: Starlette,
     config: Config,
     listener: socket.socket,
-    heart: Heart,
     beside: AbstractAsyncContextManager[None],
+    heart: Heart,
 ) -> int:
-    server = Server(uvicorn_config(app, config, grace_s=config.shutdown_timeout_s), heart)
+    server = Server(uvicorn_config(app, config), heart)
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
@@ -133,7 +133,7 @@ def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) ->
     return serving(uvicorn_config(create_metrics_app(metrics), config, grace_s=METRICS_GRACE_S), listener)
 
 
-def uvicorn_config(app: Starlette, config: Config, *, grace_s: int) -> uvicorn.Config:
+def uvicorn_config(app: Starlette, config: Config, *, grace_s: int | None = None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
@@ -144,7 +144,7 @@ def uvicorn_config(app: Starlette, config: Config, *, grace_s: int) -> uvicorn.C
         access_log=config.log_level == "debug",
         server_header=False,
         timeout_keep_alive=IDLE_CONNECTION_S,
-        timeout_graceful_shutdown=grace_s,
+        timeout_graceful_shutdown=config.shutdown_timeout_s if grace_s is None else grace_s,
     )
 
 

@@ -20,7 +20,6 @@ import openai
 NUM_CLIENTS = 6
 NUM_ROUNDS_AFTER = 3  # requests of each client once the command has ended
 PROMPTS = ("The first page of a book", "A list of colours:", "Once upon a time", "To fold a sheet of paper,")
-MAX_TOKENS = 48
 LONGEST_ANSWER_S = 300.0
 
 
@@ -30,6 +29,7 @@ class Load:
 
     client: openai.AsyncOpenAI
     model: str
+    max_tokens: int
     expected: dict[str, str]
     counts: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
@@ -63,7 +63,7 @@ class Load:
         async with asyncio.timeout(LONGEST_ANSWER_S):
             while True:
                 try:
-                    return await answer(self.client, self.model, prompt, stream=stream)
+                    return await answer(self.client, self.model, prompt, self.max_tokens, stream=stream)
                 except (openai.InternalServerError, openai.RateLimitError) as error:
                     if error.status_code not in (429, 503):
                         raise
@@ -71,9 +71,9 @@ class Load:
                     await asyncio.sleep(float(error.response.headers["Retry-After"]))
 
 
-async def answer(client: openai.AsyncOpenAI, model: str, prompt: str, *, stream: bool) -> str:
+async def answer(client: openai.AsyncOpenAI, model: str, prompt: str, max_tokens: int, *, stream: bool) -> str:
     """Return the whole greedy answer. Raises OpenAIError, also for one that was cut."""
-    options = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+    options = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     if not stream:
         whole = await client.completions.create(**options)
         return whole.choices[0].text
@@ -86,11 +86,11 @@ async def answer(client: openai.AsyncOpenAI, model: str, prompt: str, *, stream:
     return text
 
 
-async def run(url: str, what: str, command: Sequence[str]) -> int:
+async def run(url: str, what: str, command: Sequence[str], max_tokens: int) -> int:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="EMPTY", max_retries=0, timeout=None) as client:
         model = (await client.models.list()).data[0].id
-        expected = {prompt: await answer(client, model, prompt, stream=False) for prompt in PROMPTS}
-        load = Load(client, model, expected)
+        expected = {prompt: await answer(client, model, prompt, max_tokens, stream=False) for prompt in PROMPTS}
+        load = Load(client, model, max_tokens, expected)
         enough = asyncio.Event()
         clients = [asyncio.create_task(load.ask_until(enough, number)) for number in range(NUM_CLIENTS)]
         while load.counts["sent"] < 2 * NUM_CLIENTS:
@@ -115,8 +115,9 @@ def main() -> int:
     parser.add_argument("url")
     parser.add_argument("what")
     parser.add_argument("command", nargs="+")
+    parser.add_argument("--max-tokens", type=int, default=32, help="length of the answers")
     arguments = parser.parse_args()
-    return asyncio.run(run(arguments.url, arguments.what, arguments.command))
+    return asyncio.run(run(arguments.url, arguments.what, arguments.command, arguments.max_tokens))
 
 
 if __name__ == "__main__":

@@ -182,10 +182,10 @@ def test_every_command_is_one_of_ours(manifests: list[Manifest]) -> None:
     for command in commands:
         if command[:2] == ["sh", "-ec"]:
             assert command[2].startswith('model="$(octavo pull)"; ')
-            build_parser().parse_args(["pull"])
+            build_parser("pull").parse_args(["pull"])
             continue
         if command[:2] == ["octavo", "supervise"]:
-            build_parser().parse_args(command[1:])
+            build_parser("supervise").parse_args(command[1:])
             command = command[command.index("--") + 1 :]
         assert command[:3] == ["python", "-P", "-m"]
         [module] = command[3:]

@@ -30,6 +30,12 @@ class Served:
     scheduler: FakeScheduler
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
+    server: Server
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
 
     async def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -91,7 +97,7 @@ async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) ->
         app = create_app(config, keep_alive_s=KEEP_ALIVE_S)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = Server(uvicorn_config(app, config, grace_s=config.shutdown_timeout_s), Heart())
+            server = Server(uvicorn_config(app, config), Heart())
             task = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with (
@@ -99,7 +105,7 @@ async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) ->
                     openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=20) as sdk,
                 ):
                     await _until_healthy(http, scheduler)
-                    yield Served(url, scheduler, http, sdk)
+                    yield Served(url, scheduler, http, sdk, server)
             finally:
                 server.should_exit = True
                 await task

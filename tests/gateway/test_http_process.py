@@ -161,7 +161,7 @@ def test_a_port_that_is_taken_is_named(flags: tuple[str, ...], tiny_model: Path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         ended = run(*flags, str(port), model=str(tiny_model))
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     [line] = ended.stderr.splitlines()
     assert str(port) in line
 

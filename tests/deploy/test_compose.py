@@ -1,0 +1,128 @@
+"""compose.yaml: its settings are ours, its services run what exists, and what listens is what is connected to."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from octavo.settings import LAUNCHER_FIELDS
+from protocol.config import FIELDS, PREFIX, load_config
+
+ROOT = Path(__file__).parents[2]
+OURS = ("gateway", "scheduler", "executor")
+# Of one machine or of one process: what the stack chooses itself, or has no use for.
+CHOSEN_HERE = {*LAUNCHER_FIELDS, "model", "served_model_name", "host", "port", "metrics_port", "api_key"}
+ONE_RANK = {"tensor_parallel_size"}  # ranks are services of their own, which this stack has not
+
+
+@pytest.fixture(scope="module")
+def stack() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "compose.yaml").read_text())
+
+
+def environment(stack: dict[str, Any], service: str) -> dict[str, str]:
+    """Return the variables of `service` as a container sees them while nothing is set outside."""
+    variables = stack["services"][service]["environment"]
+    return {name: _default(str(value)) for name, value in variables.items() if value is not None}
+
+
+def _default(text: str) -> str:
+    """Return `text` with each innermost ${NAME:-default} replaced by its default, until there is none."""
+    while (replaced := re.sub(r"\$\{\w+(?::-([^${}]*))?\}", lambda found: found[1] or "", text)) != text:
+        text = replaced
+    return text
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_each_process_can_read_its_settings(stack: dict[str, Any], service: str) -> None:
+    variables = environment(stack, service)
+    config = load_config({name: value for name, value in variables.items() if name.startswith(PREFIX)})
+    assert config.model == "/var/cache/octavo/model"
+    assert config.served_model_name == ("SmolLM2-135M-Instruct",)
+
+
+def test_every_setting_reaches_the_processes(stack: dict[str, Any]) -> None:
+    names = {*stack["x-settings"], *stack["services"]["pull"]["environment"]}
+    passed_on = {name.removeprefix(PREFIX).lower() for name in names if name.startswith(PREFIX)}
+    assert passed_on <= FIELDS.keys()
+    assert FIELDS.keys() - passed_on == (CHOSEN_HERE - {"model", "served_model_name"}) | ONE_RANK
+
+
+def test_the_key_reaches_the_gateways_alone(stack: dict[str, Any]) -> None:
+    have_it = [
+        name for name, service in stack["services"].items() if "OCTAVO_API_KEY" in service.get("environment", {})
+    ]
+    assert have_it == ["gateway"]
+
+
+def test_what_connects_meets_what_is_bound(stack: dict[str, Any]) -> None:
+    scheduler = environment(stack, "scheduler")
+    for service, link in (("gateway", "FRONTEND"), ("executor", "BACKEND"), ("executor", "FRONTEND")):
+        connected = environment(stack, service)[f"OCTAVO_{link}_ADDRESS"]
+        assert connected == scheduler[f"OCTAVO_{link}_ADDRESS"].replace("*", "scheduler")
+
+
+def test_nginx_and_prometheus_ask_the_gateways_ports(stack: dict[str, Any]) -> None:
+    gateway = environment(stack, "gateway")
+    nginx = (ROOT / "deploy" / "nginx.conf").read_text()
+    assert re.findall(r"proxy_pass http://(\S+);", nginx) == [f"$gateway:{gateway['OCTAVO_PORT']}"]
+    assert re.findall(r"set \$gateway (\w+);", nginx) == ["gateway"]
+    [published] = stack["services"]["nginx"]["ports"]
+    assert f"listen {published.split(':')[-1]};" in nginx
+    prometheus = yaml.safe_load((ROOT / "deploy" / "monitoring" / "prometheus.yml").read_text())
+    [discovery] = prometheus["scrape_configs"][0]["dns_sd_configs"]
+    assert (discovery["names"], discovery["port"]) == (["gateway"], int(gateway["OCTAVO_METRICS_PORT"]))
+
+
+def test_nginx_never_sends_a_post_twice() -> None:
+    nginx = (ROOT / "deploy" / "nginx.conf").read_text()
+    assert re.findall(r"proxy_next_upstream (.*);", nginx) == ["error timeout"]
+    assert "proxy_buffering off;" in nginx
+
+
+@pytest.mark.parametrize("service", OURS)
+def test_each_process_runs_supervised(stack: dict[str, Any], service: str) -> None:
+    command = stack["services"][service]["command"]
+    assert command == ["octavo", "supervise", "--", "python", "-P", "-m", service]
+    assert importlib.util.find_spec(f"{service}.__main__")
+
+
+def test_probes_run_modules_that_exist(stack: dict[str, Any]) -> None:
+    probes = [service["healthcheck"]["test"] for service in stack["services"].values() if "healthcheck" in service]
+    modules = [probe[probe.index("-m") + 1] for probe in probes if "-m" in probe]
+    assert modules
+    assert all(importlib.util.find_spec(module) for module in modules)
+
+
+def test_streams_get_the_time_to_end(stack: dict[str, Any]) -> None:
+    grace_s = int(environment(stack, "gateway")["OCTAVO_SHUTDOWN_TIMEOUT_S"])
+    for service in ("gateway", "nginx"):
+        assert (
+            int(stack["services"][service]["stop_grace_period"].removesuffix("s")) > grace_s + 8
+        )  # supervise kills then
+
+
+def test_files_that_are_mounted_are_there(stack: dict[str, Any]) -> None:
+    mounts = [mount for service in stack["services"].values() for mount in service.get("volumes", [])]
+    paths = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
+
+
+def test_images_have_all_packages_and_nothing_else() -> None:
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    kept = {line.removeprefix("!") for line in ignore if line.startswith("!")}
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"bench", "tests"}
+    others = {"LICENSE", "README.md", "deploy/requirements.py", "pyproject.toml", "requirements.lock"}
+    assert kept == packages | others
+
+
+@pytest.mark.parametrize("override", ["compose.gpu.yaml", "compose.rocm.yaml"])
+def test_overrides_change_the_executor_alone(stack: dict[str, Any], override: str) -> None:
+    services = yaml.safe_load((ROOT / override).read_text())["services"]
+    assert list(services) == ["executor"]
+    device = services["executor"]["build"]["args"]["DEVICE"]
+    assert f"      {device})" in (ROOT / "deploy" / "Dockerfile").read_text()
