@@ -23,6 +23,10 @@ with suppress(ImportError):  # no libgomp on this system: Numba takes its own th
 
 logger = logging.getLogger(__name__)
 
+# Makes the names of the parallel runtime known to whatever is loaded. A kernel in the cache asks for that itself only if
+# the parallel routine that it calls was compiled together with it: not after a compilation that was broken off.
+numba.get_num_threads()
+
 
 def cache_directory() -> Path:
     """Return where compiled kernels are kept: below NUMBA_CACHE_DIR or the user's cache, a folder for these sources.

@@ -31,6 +31,32 @@ import torch
 print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 """
 
+# The routine is compiled in one life of the process, what calls it in another.
+CALLS_IN_PARALLEL = """
+import sys
+import kernels
+import numba
+import numpy
+from kernels.cpu.jit import kernel, routine
+
+@routine(parallel=True)
+def double(x):
+    for i in numba.prange(len(x)):
+        x[i] *= 2
+
+@kernel()
+def quadruple(x):
+    double(x)
+    double(x)
+
+x = numpy.ones(4)
+if sys.argv[1] == "routine":
+    double.compile((numba.float64[::1],))
+else:
+    quadruple(x)
+    print(*x)
+"""
+
 
 def test_numba_and_torch_share_one_openmp_runtime() -> None:
     finished = _run(COMPUTE)
@@ -42,6 +68,19 @@ def test_kernels_work_without_a_cache_directory(tmp_path: Path) -> None:
     finished = _run(NORM, NUMBA_CACHE_DIR=str(tmp_path / "file" / "below"))
     assert finished.stdout.split() == ["1.0"]
     assert finished.stderr.count("compiled kernels cannot be kept") == 1
+
+
+def test_a_first_compilation_that_was_broken_off_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "calls.py").write_text(CALLS_IN_PARALLEL)
+    for part, said in (("routine", ""), ("kernel", "4.0 4.0 4.0 4.0\n"), ("kernel", "4.0 4.0 4.0 4.0\n")):
+        command = [sys.executable, str(tmp_path / "calls.py"), part]
+        environ = os.environ | {
+            "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+        assert (finished.returncode, finished.stdout) == (0, said), finished.stderr
+    assert len(list((tmp_path / "cache").rglob("*quadruple*.nbc"))) == 1
 
 
 def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
