@@ -4,15 +4,19 @@ Import this before torch. Numba's OpenMP layer asks for the system's libgomp; to
 by its soname. The other way round there are two runtimes, whose idle threads spin on each other's cores.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numba
+from numba.core.caching import FunctionCache
 
 # A thread that waits for work spins this long before it sleeps. OpenMP's own default, milliseconds, gains nothing on a
 # machine to itself and makes a step ten times as long where gateway, scheduler or clients want the same cores.
@@ -23,8 +27,8 @@ with suppress(ImportError):  # no libgomp on this system: Numba takes its own th
 
 logger = logging.getLogger(__name__)
 
-# Makes the names of the parallel runtime known to whatever is loaded. A kernel in the cache asks for that itself only if
-# the parallel routine that it calls was compiled together with it: not after a compilation that was broken off.
+# Makes the names of the parallel runtime known to whatever is loaded. A kernel in the cache asks for that itself only
+# if the parallel routine that it calls was compiled together with it: not after a compilation that was broken off.
 numba.get_num_threads()
 
 
@@ -53,9 +57,36 @@ def _use_cache(directory: Path) -> bool:
     return True
 
 
-# No `fastmath`: results must not depend on how a loop was vectorised or inlined. Fused multiply-adds are written out.
-kernel = partial(numba.njit, nogil=True, error_model="numpy", cache=_use_cache(cache_directory()))  # called from Python
-routine = partial(kernel, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # called from kernels only
+class SharedCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
+    """Numba's cache, to which several processes may add at once.
+
+    Numba reads its index, writes a file under the next free number, and writes the index: two processes could give one
+    number to two compilations, and whoever came later would run one as the other.
+    """
+
+    def save_overload(self, sig: object, data: object) -> None:
+        with (cache_directory() / ".lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
+def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that compiles a function called from Python, with these options of numba.njit.
+
+    No `fastmath`: results must not depend on how a loop was vectorised or inlined. Fused multiply-adds are written out.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
+        if IS_KEPT:
+            dispatcher._cache = SharedCache(function)  # as `cache=True` does with Numba's own
+        return dispatcher
+
+    return compiled
+
+
+IS_KEPT = _use_cache(cache_directory())
+routine = partial(kernel, no_cpython_wrapper=True, no_cfunc_wrapper=True)  # decorates what only kernels call
 
 
 def openmp_libraries() -> list[str]:
