@@ -165,7 +165,7 @@ def choose_tiling(
     if is_wide:
         return Tiling(64, 32, 8, 3)
     if changes_scores:
-        return Tiling(64, 32, 4, 3)
+        return Tiling(64, 32, 4 if cache_dtype is FLOAT8 else 8, 3)
     return Tiling(128, 64, 8, 3) if block_d <= 64 else Tiling(64, 64, 4, 3)
 
 

@@ -137,7 +137,7 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_at() -> None:
 
 def test_a_hub_that_keeps_silent_is_not_waited_for(tmp_path: Path) -> None:
     with listening() as port:
-        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path)}
+        environ = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         said = refusal("--model", "org/name", environ=environ, timeout_s=20)
     assert f"org/name could not be fetched from http://127.0.0.1:{port} (no answer within" in said
     assert "HF_ENDPOINT" in said

@@ -132,7 +132,7 @@ def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureF
     ("role", "flag", "meant"),
     [
         ("gateway", "--prot", "--port"),
-        ("scheduler", "--max-num-req", "--max-num-seqs"),
+        ("scheduler", "--max-num-seq", "--max-num-seqs"),
         ("executor", "--block-siz", "--block-size"),
     ],
 )
