@@ -27,6 +27,16 @@ def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
                     yield mount / group
 
 
+def memory_limits(root: Path = ROOT) -> list[int]:
+    """Return the limits in bytes of this process's groups that have one."""
+    return [limit for group in group_directories("memory", root) if (limit := memory_limit(group))]
+
+
+def memory_limit(group: Path) -> int | None:
+    """Return a group's limit in bytes, for either version; None without one."""
+    return read_integer(group / "memory.max") or read_integer(group / "memory.limit_in_bytes")
+
+
 def read_integer(path: Path) -> int | None:
     """Return the file's number; None if there is no such file or no number in it ("max")."""
     lines = _lines(path)

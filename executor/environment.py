@@ -2,7 +2,7 @@
 
 import json
 
-from executor.cgroups import group_directories, read_integer
+from executor.cgroups import memory_limits
 from executor.threads import choose_num_threads, cpu_quota
 
 GIB = 1 << 30
@@ -10,12 +10,7 @@ GIB = 1 << 30
 
 def limits() -> dict[str, str]:
     """Return what the control groups of this process allow."""
-    limits_bytes = [
-        limit
-        for group in group_directories("memory")
-        if (limit := read_integer(group / "memory.max") or read_integer(group / "memory.limit_in_bytes"))
-    ]
-    least, quota = min(limits_bytes, default=None), cpu_quota()
+    least, quota = min(memory_limits(), default=None), cpu_quota()
     num_threads, reason = choose_num_threads()
     return {
         "memory limit": "none" if least is None or least >= 1 << 60 else f"{least / GIB:.1f} GiB",

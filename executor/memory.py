@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executor.cgroups import ROOT, group_directories, read_integer, read_table
+from executor.cgroups import ROOT, group_directories, memory_limit, memory_limits, read_integer, read_table
 from protocol.config import Config
 
 # N blocks, K key/value heads, D head size, P tokens in a block
@@ -90,12 +90,7 @@ def total_bytes(device: torch.device, root: Path = ROOT) -> int:
     """Return the size of a GPU's memory; on the CPU the system's, or the least limit of this process's groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    limits = [
-        limit
-        for group in group_directories("memory", root)
-        if (limit := read_integer(group / "memory.max") or read_integer(group / "memory.limit_in_bytes"))
-    ]
-    return min([read_table(root / "proc/meminfo").get("MemTotal", 0), *limits])
+    return min([read_table(root / "proc/meminfo").get("MemTotal", 0), *memory_limits(root)])
 
 
 def used_bytes(device: torch.device, root: Path = ROOT) -> int:
@@ -148,7 +143,7 @@ def _cpu_share(root: Path) -> int:
 
 def _group_room(group: Path) -> int | None:
     """Return a control group's limit less its use; None without a limit."""
-    limit = read_integer(group / "memory.max") or read_integer(group / "memory.limit_in_bytes")
+    limit = memory_limit(group)
     used = read_integer(group / "memory.current") or read_integer(group / "memory.usage_in_bytes")
     if limit is None or used is None:
         return None

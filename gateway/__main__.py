@@ -38,6 +38,7 @@ FIELDS = (
     "peer_timeout_s",
     "shutdown_timeout_s",
 )
+BEAT_S = 0.5
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
 METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
 IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
@@ -83,16 +84,7 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, whose event loop beats, and which loses no connection when it is told to stop."""
-
-    def __init__(self, config: uvicorn.Config, heart: Heart) -> None:
-        super().__init__(config)
-        self._heart = heart
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second until the server has been asked to end."""
-        self._heart.beat()
-        return await super().on_tick(counter)
+    """uvicorn's server, but it loses no connection when it is told to stop."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called when it is told to stop: turn new connections away, serve those that were made, then end."""
@@ -109,7 +101,7 @@ def _serve(
     beside: AbstractAsyncContextManager[None],
     heart: Heart,
 ) -> int:
-    server = Server(uvicorn_config(app, config), heart)
+    server = Server(uvicorn_config(app, config))
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
@@ -117,15 +109,24 @@ def _serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve_beside(server, listener, beside))
+        runner.run(_serve_beside(server, listener, beside, heart))
     return 0 if server.started else 1
 
 
 async def _serve_beside(
-    server: uvicorn.Server, listener: socket.socket, beside: AbstractAsyncContextManager[None]
+    server: uvicorn.Server, listener: socket.socket, beside: AbstractAsyncContextManager[None], heart: Heart
 ) -> None:
+    beating = asyncio.create_task(_beat(heart))  # also while it stops, which open streams may draw out
     async with beside:
         await server.serve(sockets=[listener])
+    beating.cancel()
+
+
+async def _beat(heart: Heart) -> None:
+    """Show that the event loop turns."""
+    while True:
+        heart.beat()
+        await asyncio.sleep(BEAT_S)
 
 
 def _metrics_alone(metrics: Metrics, config: Config, listener: socket.socket) -> AbstractAsyncContextManager[None]:

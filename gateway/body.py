@@ -9,7 +9,7 @@ import msgspec
 from starlette.requests import Request
 
 from gateway.errors import RequestError
-from protocol.config import nearest
+from protocol.suggestions import suggestion
 
 MAX_BODY_BYTES = 64 << 20
 MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by values, not by bytes
@@ -79,7 +79,7 @@ def invalid_field(complaint: str, kind: Any) -> RequestError:
         name = _join(param, _shortened(unknown[1]))
         known = [field.name for field in msgspec.structs.fields(kind)]
         return RequestError(
-            f"{name!r} is not a field here{nearest(_shortened(unknown[1]), known)}",
+            f"{name!r} is not a field here{suggestion(_shortened(unknown[1]), known)}",
             param=name,
             code="unknown_parameter",
         )

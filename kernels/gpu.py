@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 ROOT = Path("/")
+NO_COMPLAINT = ""
 NO_GPU = "No CUDA GPUs are available"  # torch, of a driver that works
 DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/kfd")  # of NVIDIA's driver, and of AMD's
 HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -47,9 +48,9 @@ def find_gpu(
     """Return what this machine has; the arguments are for tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is said in `complaint`
-        if cuda.is_available():
-            return Gpu(cuda.get_device_capability())
         complaint = _complaint(cuda)
+        if cuda.is_available() and complaint == NO_COMPLAINT:
+            return Gpu(cuda.get_device_capability())
     is_hidden = any(environ.get(name, "0") in HIDES_ALL for name in HIDING_VARIABLES)
     is_present = not is_hidden and any((root / name).exists() for name in DRIVER_FILES)
     return Gpu(None, complaint, is_present, is_expected)
@@ -60,4 +61,4 @@ def _complaint(cuda: Cuda) -> str:
         cuda.init()
     except (RuntimeError, AssertionError, OSError) as error:
         return " ".join(str(error).split()).rstrip(".")
-    return NO_GPU
+    return NO_COMPLAINT if cuda.is_available() else NO_GPU

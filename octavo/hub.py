@@ -83,13 +83,16 @@ def _announced(model: str) -> Any:
     return HfApi().model_info(model, files_metadata=True, timeout=REACH_S)
 
 
-def _require_space(model: str, info: Any, patterns: list[str]) -> None:
+def _require_space(model: str, announced: Any, patterns: list[str]) -> None:
     """Raise ModelError unless the disk has room for what is not in the cache yet."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = filter_repo_objects(
-        info.siblings or [], allow_patterns=patterns, ignore_patterns=list(IGNORED), key=lambda file: file.rfilename
+        announced.siblings or [],
+        allow_patterns=patterns,
+        ignore_patterns=list(IGNORED),
+        key=lambda file: file.rfilename,
     )
     absent = [file for file in wanted if not isinstance(try_to_load_from_cache(model, file.rfilename), str)]
     require_space(

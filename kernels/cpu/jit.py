@@ -65,7 +65,7 @@ class SharedCache(FunctionCache):  # type: ignore[misc]  # Numba has no types
     """
 
     def save_overload(self, sig: object, data: object) -> None:
-        with (cache_directory() / ".lock").open("w") as file:
+        with suppress(OSError), (cache_directory() / ".lock").open("w") as file:  # what cannot be kept is only not kept
             fcntl.flock(file, fcntl.LOCK_EX)
             super().save_overload(sig, data)
 

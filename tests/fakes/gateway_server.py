@@ -15,7 +15,6 @@ from gateway.__main__ import Server, uvicorn_config
 from gateway.app import create_app
 from gateway.listener import listen
 from protocol.config import Config
-from protocol.lifeline import Heart
 from tests.fakes.fake_scheduler import FakeScheduler, running
 
 MODEL = "tiny/model"
@@ -97,7 +96,7 @@ async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) ->
         app = create_app(config, keep_alive_s=KEEP_ALIVE_S)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = Server(uvicorn_config(app, config), Heart())
+            server = Server(uvicorn_config(app, config))
             task = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with (
