@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from octavo.batch.escapes import escape
 from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
-from octavo.batch.results import Results, Run, check_same_run
+from octavo.batch.results import Results, check_same_run
 from octavo.errors import CommandError
 from octavo.outputs import RequestOutput
 
@@ -31,8 +31,7 @@ class Batch:
     def __init__(self, prompts: Path, results: Results, parameters: Mapping[str, Any]) -> None:
         """Read all prompts once. Raises CommandError if one is wrong, or if the results are of another run."""
         self._prompts, self._results = prompts, results
-        self.num_failed = 0
-        begun = results.begun_by()
+        begun = results.begun
         if begun is not None:
             check_same_run(results.path, begun, parameters)
         fingerprint = Fingerprint()
@@ -47,12 +46,16 @@ class Batch:
         self.num_prompts = fingerprint.num_prompts
         if begun is not None and self.num_prompts < begun.num_prompts:
             raise _other_prompts(results.path, prompts)
-        if self.num_prompts:
-            results.belong_to(Run(self.num_prompts, fingerprint.digest, parameters))
+        results.belong_to(self.num_prompts, fingerprint.digest, parameters)
 
     @property
     def num_done(self) -> int:
         return self._results.num_done
+
+    @property
+    def num_failed(self) -> int:
+        """How many of those done have an error instead of an answer, in this life or an earlier one."""
+        return self._results.num_failed
 
     @property
     def num_left(self) -> int:
@@ -89,9 +92,9 @@ class Batch:
             answer: RequestOutput | str = task.result()
         except ValueError as error:
             answer = str(error)
-            self.num_failed += 1
             tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {answer}", file=sys.stderr)
-        self._results.add(result_line(self._results.path.suffix, self._results.num_done, prompt, answer))
+        line = result_line(self._results.path.suffix, self._results.num_done, prompt, answer)
+        self._results.add(line, failed=isinstance(answer, str))
         running.popleft()
         bar.update()
 

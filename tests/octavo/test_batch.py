@@ -13,6 +13,7 @@ from octavo.batch.escapes import escape, unescape
 from octavo.batch.prompts import Prompt, read_prompts
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
+from octavo.cli import main
 from octavo.errors import CommandError
 from octavo.outputs import CompletionOutput, RequestOutput
 
@@ -170,12 +171,48 @@ def test_results_of_other_prompts_or_parameters_are_left_alone(source: Path, exp
     assert target.read_text() == "only one!\n"
 
 
-def test_a_file_that_is_nobodys_is_left_alone(source: Path) -> None:
+def test_where_the_model_comes_from_is_remembered(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = source.with_name("results.txt")
-    target.write_text("precious\n")
+    with open_results(target) as results:
+        Batch(source, results, {"model": "org/x"})
+        results.add("done")
+    command = ["generate", "org/x", "--use-modelscope", "--input-path", str(source), "--output-path", str(target)]
+    assert main(command) == 1
+    assert "begun with use_modelscope unset, and now it is true" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["precious\n", "first\nlast, without an end of line", "one line without"])
+def test_a_file_that_is_nobodys_is_left_alone(content: str, source: Path) -> None:
+    target = source.with_name("results.txt")
+    target.write_text(content)
     with pytest.raises(CommandError, match="is there already and not known to be of this command"):
         run(source, target, Echo())
-    assert target.read_text() == "precious\n"
+    assert target.read_text() == content
+
+
+def test_a_file_that_took_the_place_of_results_is_left_alone(source: Path) -> None:
+    target = source.with_name("results.txt")
+    run(source, target, Echo())
+    target.write_text("mine\n" * 58 + "and mine")
+    with pytest.raises(CommandError, match="is there already and not known to be of this command"):
+        run(source, target, Echo())
+    target.write_text("mine\nand mine")
+    with pytest.raises(CommandError, match="begun with max_tokens"):
+        run(source, target, Echo(), max_tokens=200)
+    assert target.read_text() == "mine\nand mine"
+
+
+def test_overwriting_begins_once_the_prompts_are_known_to_be_right(source: Path, expected: str) -> None:
+    target = source.with_name("results.txt")
+    run(source, target, Echo())
+    prompts = source.read_bytes()
+    source.write_bytes(prompts + b"\xff\n")
+    with pytest.raises(CommandError, match="is not UTF-8"):
+        run(source, target, Echo(), overwrite=True)
+    assert target.read_text() == expected
+    source.write_bytes(b"")
+    assert run(source, target, Echo(), overwrite=True).num_prompts == 0
+    assert target.read_text() == ""
 
 
 def test_two_runs_do_not_write_one_file(source: Path) -> None:
@@ -192,6 +229,16 @@ def test_a_prompt_that_cannot_be_answered_keeps_its_place(source: Path, capsys: 
     assert [index for index, line in enumerate(lines) if not line] == [2]
     assert batch.num_failed == 1
     assert "line 3: it is too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_lines", [2, 3, 57])
+def test_who_could_not_be_answered_in_an_earlier_life_is_counted_once(num_lines: int, source: Path) -> None:
+    target, refused = source.with_name("results.txt"), "第3页 of a\nbook"
+    run(source, target, Echo(refuse=refused))
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:num_lines]))
+    assert run(source, target, Echo(refuse=refused)).num_failed == 1
+    assert run(source, target, Echo()).num_failed == 1
 
 
 def test_records_have_what_was_asked_and_all_that_is_known(tmp_path: Path) -> None:
