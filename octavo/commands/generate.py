@@ -20,7 +20,16 @@ from protocol.config import FIELDS, Config, ConfigError
 from protocol.process import configure_logging
 
 # Of the settings, those that change results: they are remembered beside them.
-REMEMBERED = ("model", "load_format", "quantization", "dtype", "kv_cache_dtype", "generation_config", "max_model_len")
+REMEMBERED = (
+    "model",
+    "use_modelscope",
+    "load_format",
+    "quantization",
+    "dtype",
+    "kv_cache_dtype",
+    "generation_config",
+    "max_model_len",
+)
 ONLY_IN_RECORDS = ("logprobs", "prompt_logprobs")
 
 
@@ -106,7 +115,7 @@ def _failures(batch: Batch, target: Path) -> str:
     if not batch.num_failed:
         return ""
     instead = "an empty line" if target.suffix == ".txt" else "an error"
-    return f"; {batch.num_failed} of them have {instead} instead of an answer, as said above"
+    return f"; {batch.num_failed} of them have {instead} instead of an answer"
 
 
 def _path(text: str) -> Path:
