@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 import msgspec
@@ -15,12 +16,15 @@ from tqdm import tqdm
 from octavo.batch.escapes import escape
 from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
 from octavo.batch.results import Results, check_same_run
-from octavo.errors import CommandError
+from octavo.errors import CommandError, GenerationFailedError
 from octavo.outputs import RequestOutput
+
+# What is wrong with one prompt alone: one that is too long, or that the engine gave up.
+NO_ANSWER = (ValueError, GenerationFailedError)
 
 
 class Generate(Protocol):
-    """Returns the finished answers to a prompt. Raises ValueError if it cannot be answered, such as one too long."""
+    """Returns the finished answers to a prompt. Raises one of NO_ANSWER if it cannot be answered."""
 
     async def __call__(self, prompt: Prompt) -> RequestOutput: ...
 
@@ -64,7 +68,7 @@ class Batch:
     async def run(self, generate: Generate, window: int) -> None:
         """Generate what is left, for at most `window` prompts at a time.
 
-        What is finished when this is cancelled, or when something else than a ValueError ends it, is kept as far as it
+        What is finished when this is cancelled, or when something else than NO_ANSWER ends it, is kept as far as it
         is in order.
         """
         running: deque[tuple[Prompt, asyncio.Task[RequestOutput]]] = deque()
@@ -90,7 +94,7 @@ class Batch:
         await asyncio.wait([task])
         try:
             answer: RequestOutput | str = task.result()
-        except ValueError as error:
+        except NO_ANSWER as error:
             answer = str(error)
             tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {answer}", file=sys.stderr)
         line = result_line(self._results.path.suffix, self._results.num_done, prompt, answer)
@@ -112,7 +116,7 @@ def result_line(suffix: str, index: int, prompt: Prompt, answer: RequestOutput |
 
 
 def _has_result(task: "asyncio.Task[RequestOutput]") -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), ValueError | None)
+    return task.done() and not task.cancelled() and isinstance(task.exception(), (*NO_ANSWER, NoneType))
 
 
 def _other_prompts(results: Path, prompts: Path) -> CommandError:

@@ -1,7 +1,6 @@
 """`octavo generate`: a file of prompts in, a file of results out, without a server."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,8 +103,9 @@ def _parameters(config: Config, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generate(config: Config, params: SamplingParams, batch: Batch) -> None:
+    print(f"Starting {config.model or 'the demo model'}", file=sys.stderr)
     try:
-        asyncio.run(generate_batch(config, params, batch))
+        generate_batch(config, params, batch)
     except KeyboardInterrupt:
         print(f"\n{batch.num_done} of {batch.num_prompts} are done; run again, it goes on from there", file=sys.stderr)
         raise

@@ -14,7 +14,7 @@ from octavo.batch.prompts import Prompt, read_prompts
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
 from octavo.cli import main
-from octavo.errors import CommandError
+from octavo.errors import CommandError, GenerationError, GenerationFailedError
 from octavo.outputs import CompletionOutput, RequestOutput
 
 PARAMETERS = {"model": "tiny", "max_tokens": 20}
@@ -28,8 +28,10 @@ class Interrupted(BaseException):
 class Echo:
     """Answers prompts with themselves, after waits that mix up their order; `refuse` names one that cannot be."""
 
-    def __init__(self, refuse: str = "", interrupt_after: int | None = None) -> None:
-        self.refuse, self.interrupt_after = refuse, interrupt_after
+    def __init__(
+        self, refuse: str = "", interrupt_after: int | None = None, refusal: type[Exception] = ValueError
+    ) -> None:
+        self.refuse, self.interrupt_after, self.refusal = refuse, interrupt_after, refusal
         self.num_running = self.most_running = self.num_asked = 0
         self._random = random.Random(5)
 
@@ -44,7 +46,7 @@ class Echo:
         self.num_running -= 1
         text = prompt.asked.prompt or str(prompt.asked.messages)
         if text == self.refuse:
-            raise ValueError("it is too long")
+            raise self.refusal("it is too long")
         output = CompletionOutput(0, f"{text}!", [1, 2], None, None, "length")
         return RequestOutput(str(prompt.line), text, [3], [output], 0)
 
@@ -221,14 +223,26 @@ def test_two_runs_do_not_write_one_file(source: Path) -> None:
         pass
 
 
-def test_a_prompt_that_cannot_be_answered_keeps_its_place(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("refusal", [ValueError, GenerationFailedError])
+def test_a_prompt_that_cannot_be_answered_keeps_its_place(
+    refusal: type[Exception], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused = "第3页 of a\nbook"
-    batch = run(source, source.with_name("results.txt"), Echo(refuse=refused))
+    batch = run(source, source.with_name("results.txt"), Echo(refuse=refused, refusal=refusal))
     lines = source.with_name("results.txt").read_text().splitlines()
     assert len(lines) == 57
     assert [index for index, line in enumerate(lines) if not line] == [2]
     assert batch.num_failed == 1
     assert "line 3: it is too long" in capsys.readouterr().err
+
+
+def test_a_model_that_is_gone_ends_the_run_with_what_is_done(source: Path, expected: str) -> None:
+    target = source.with_name("results.txt")
+    with pytest.raises(GenerationError, match="it is too long"):
+        run(source, target, Echo(refuse="第30页 of a\nbook", refusal=GenerationError))
+    assert target.read_text() == "".join(expected.splitlines(keepends=True)[:28])
+    run(source, target, Echo())
+    assert target.read_text() == expected
 
 
 @pytest.mark.parametrize("num_lines", [2, 3, 57])
