@@ -18,6 +18,7 @@ from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
 from octavo.batch.results import Results, check_same_run
 from octavo.errors import CommandError, GenerationFailedError
 from octavo.outputs import RequestOutput
+from protocol.process import paragraph
 
 # What is wrong with one prompt alone: one that is too long, or that the engine gave up.
 NO_ANSWER = (ValueError, GenerationFailedError)
@@ -96,7 +97,7 @@ class Batch:
             answer: RequestOutput | str = task.result()
         except NO_ANSWER as error:
             answer = str(error)
-            tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {answer}", file=sys.stderr)
+            tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {paragraph(answer)}", file=sys.stderr)
         line = result_line(self._results.path.suffix, self._results.num_done, prompt, answer)
         self._results.add(line, failed=isinstance(answer, str))
         running.popleft()
