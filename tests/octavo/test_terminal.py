@@ -227,6 +227,10 @@ CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"half"}}]}\n\n'
         (CHUNK, "octavo: the server ended the connection in the middle of its answer\n"),
         (CHUNK + b'data: {"error":{"message":"the model is gone"}}\n\n', "octavo: the model is gone\n"),
         (CHUNK + b'data: {"error":{"message":"a\\u001b[2J\\u009b\\nb"}}\n\n', "octavo: a\ufffd[2J\ufffd b\n"),
+        (
+            CHUNK + b'data: {"choices":[5]}\n\n',
+            "octavo: the server sent what is no chunk of an answer: b'{\"choices\":[5]}'\n",
+        ),
         (CHUNK + b"data: nonsense\n\n", "octavo: the server sent what is no chunk of an answer: b'nonsense'\n"),
     ],
 )
