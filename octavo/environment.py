@@ -130,7 +130,13 @@ def _variables(environ: Mapping[str, str]) -> Section:
 
 
 def _cached_models() -> Section:
-    directory = models_directory()
+    try:
+        return _models_in(models_directory())
+    except OSError as error:
+        return {str(error.filename): f"cannot be looked at: {error.strerror}"}
+
+
+def _models_in(directory: Path) -> Section:
     named = {str(directory): "not there yet"}
     if directory.is_dir():
         found = sorted(path for path in directory.iterdir() if not path.name.startswith("."))

@@ -85,10 +85,13 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
-    if not source.is_file():
-        raise CommandError(f"--input-path {source} is no regular file")
-    if target.exists() and target.samefile(source):
-        raise ConfigError("--output-path is the same file as --input-path")
+    try:
+        if not source.is_file():
+            raise CommandError(f"--input-path {source} is no regular file")
+        if target.exists() and target.samefile(source):
+            raise ConfigError("--output-path is the same file as --input-path")
+    except OSError as error:
+        raise CommandError(f"{error.filename} cannot be looked at: {error.strerror}") from None
     if target.suffix == ".txt":
         for name in (*ONLY_IN_RECORDS, *(("n",) if sampling.get("n", 1) > 1 else ())):
             if name in sampling:

@@ -183,6 +183,12 @@ def test_where_the_model_comes_from_is_remembered(source: Path, capsys: pytest.C
     assert "begun with use_modelscope unset, and now it is true" in capsys.readouterr().err
 
 
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = str(tmp_path / f"{'x' * 300}.txt")
+    assert main(["generate", "--input-path", long, "--output-path", str(tmp_path / "results.txt")]) == 1
+    assert f"octavo: {long} cannot be looked at: File name too long" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["precious\n", "first\nlast, without an end of line", "one line without"])
 def test_a_file_that_is_nobodys_is_left_alone(content: str, source: Path) -> None:
     target = source.with_name("results.txt")
