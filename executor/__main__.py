@@ -29,7 +29,7 @@ FIELDS = (
     "distributed_address",
     "backend_address",
 )
-TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
+RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def main() -> int:
     except START_FAILURES as error:
         logger.debug("where it failed", exc_info=error)
         if config.rank and is_local(config):
-            threading.Event().wait(TURN_S)  # rank 0, which finds the same, says it for all
+            threading.Event().wait(RANK_0_TURN_S)  # rank 0, which finds the same, says it for all
         return refuse("executor", error)
     runner, parallel = executor.runner, executor.runner.parallel
     whom = config.backend_address if parallel.rank == 0 else "rank 0"

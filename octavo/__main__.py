@@ -1,7 +1,5 @@
 """`python -m octavo` is the `octavo` command."""
 
-import sys
+from octavo.cli import program
 
-from octavo.cli import main
-
-sys.exit(main())
+program()

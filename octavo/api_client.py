@@ -17,6 +17,28 @@ DONE = b"[DONE]"
 MAX_SHOWN_CHARACTERS = 300  # of an answer that is no error of OpenAI's API
 
 
+class DeltaShape(msgspec.Struct):
+    content: str | None = None
+
+
+class ChoiceShape(msgspec.Struct):
+    delta: DeltaShape | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class UsageShape(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class ChunkShape(msgspec.Struct):
+    """What a chunk of an answer has to look like, as far as the terminal reads it."""
+
+    choices: list[ChoiceShape] | None = None
+    usage: UsageShape | None = None
+
+
 class ApiError(CommandError):
     """The server refused a request or failed. The message is one sentence for the person who waits for an answer."""
 
@@ -108,13 +130,12 @@ def _is_loopback(url: str) -> bool:
 
 def _chunk(payload: bytes) -> dict[str, Any]:
     try:
-        chunk = msgspec.json.decode(payload)
+        chunk: dict[str, Any] = msgspec.json.decode(payload, type=dict[str, Any])
+        if "error" in chunk:
+            raise ApiError(_error_message(chunk["error"]))
+        msgspec.convert(chunk, ChunkShape)
     except msgspec.DecodeError:
-        chunk = None
-    if not isinstance(chunk, dict):
-        raise ApiError(f"the server sent what is no chunk of an answer: {payload[:MAX_SHOWN_CHARACTERS]!r}")
-    if "error" in chunk:
-        raise ApiError(_error_message(chunk["error"]))
+        raise ApiError(f"the server sent what is no chunk of an answer: {payload[:MAX_SHOWN_CHARACTERS]!r}") from None
     return chunk
 
 

@@ -1,10 +1,12 @@
 """The `octavo` command: reads which command was typed and runs the module of that name in `octavo.commands`."""
 
 import argparse
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from octavo import __version__
 from octavo.errors import ChildRefusedError, CommandError, GenerationError, LaunchError, ModelError
@@ -12,6 +14,7 @@ from protocol.config import ConfigError
 from protocol.extras import MissingExtraError, require_extras
 from protocol.process import ArgumentParser, paragraph
 
+INTERRUPTED = 130  # as a shell says of who SIGINT ended
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
 
   octavo serve                           serve the demo model on http://127.0.0.1:8000
@@ -50,7 +53,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"octavo: {paragraph(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
+
+
+def program(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run `main` as all that this process does. Interrupted, it waits for no thread, such as that of a download."""
+    status = main(argv)
+    if status == INTERRUPTED:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def _run(arguments: Sequence[str]) -> int:

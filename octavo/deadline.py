@@ -8,10 +8,11 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def within(seconds: float, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns. Raises what it raises, and TimeoutError if it takes longer than `seconds`.
+def within(seconds: float | None, call: Callable[[], Result]) -> Result:
+    """Return what `call` returns. Raises what it raises, and TimeoutError if it takes longer than `seconds`, if any.
 
-    It runs in a thread, which is left alone then: resolving a name can be interrupted by nothing.
+    It runs in a thread, which is left alone then, and when Ctrl-C interrupts the wait: resolving a name can be
+    interrupted by nothing, and a download in many threads only once all of them have their files.
     """
     answer: Future[Result] = Future()
 

@@ -39,7 +39,8 @@ VARIABLES = re.compile(
     re.IGNORECASE,
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]*(?=@)")
+# Up to the last @: a password may have one too, and a slash. A proxy may be given without its scheme.
+PASSWORD_IN_URL = re.compile(r"((?<=://)|^(?=[^/\s:]+:[^/\s]*@))\S*(?=@)")
 # Those that matrix products and attention may use.
 INSTRUCTIONS = re.compile(r"avx\w*|amx\w*|fma|f16c|sse4_2|asimd\w*|sve\w*|bf16|i8mm")
 TOOL_TIMEOUT_S = 10
@@ -129,7 +130,13 @@ def _variables(environ: Mapping[str, str]) -> Section:
 
 
 def _cached_models() -> Section:
-    directory = models_directory()
+    try:
+        return _models_in(models_directory())
+    except OSError as error:
+        return {str(error.filename): f"cannot be looked at: {error.strerror}"}
+
+
+def _models_in(directory: Path) -> Section:
     named = {str(directory): "not there yet"}
     if directory.is_dir():
         found = sorted(path for path in directory.iterdir() if not path.name.startswith("."))

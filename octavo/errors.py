@@ -19,3 +19,7 @@ class ChildRefusedError(LaunchError):
 
 class GenerationError(RuntimeError):
     """A generation cannot be finished: it was closed under way, or the engine gave it up. The message says why."""
+
+
+class GenerationFailedError(GenerationError):
+    """The engine gave up this one generation, as one that ended the executor twice. Others are not concerned."""

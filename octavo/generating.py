@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from gateway.engine import Delta, Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
 from gateway.tokenizer import Tokenizer
-from octavo.errors import GenerationError
+from octavo.errors import GenerationFailedError
 from octavo.outputs import Collected, RequestOutput, request_output
 from octavo.preparation import PreparedRequest
 
@@ -73,7 +73,7 @@ class Generating:
         async with self._places, await self._start(sequence) as generation:
             async for delta in generation:
                 if delta.finish_reason in ("error", "abort"):
-                    raise GenerationError(delta.error or "the generation was ended by the engine")
+                    raise GenerationFailedError(delta.error or "the generation was ended by the engine")
                 yield delta
 
     async def _start(self, sequence: GenerationRequest) -> Generation:

@@ -1,6 +1,7 @@
 """A model from a Hugging Face hub, through huggingface_hub, whose variables (HF_ENDPOINT, HF_TOKEN, ...) rule."""
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -53,9 +54,8 @@ def _download(model: str, patterns: list[str]) -> Path:
         out_of_reach = error
     local_only = out_of_reach is not None
     try:
-        found = snapshot_download(
-            model, allow_patterns=patterns, ignore_patterns=list(IGNORED), local_files_only=local_only
-        )
+        download = partial(snapshot_download, allow_patterns=patterns, ignore_patterns=list(IGNORED))
+        found = within(None, lambda: download(model, local_files_only=local_only))
     except failures as error:
         raise ModelError(_explain(model, out_of_reach or error)) from error
     return Path(found)

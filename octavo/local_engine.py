@@ -37,7 +37,7 @@ class _EndedEarlyError(Exception):
 class LocalEngine:
     """One model's scheduler and executor as children, and a thread whose event loop talks to them.
 
-    `start`, then `submit` and `stream`, then `close`: in any thread and any event loop.
+    `start`, then `submit`, `complete` and `stream`, then `close`: in any thread and any event loop.
     """
 
     def __init__(self, config: Config) -> None:
@@ -87,6 +87,16 @@ class LocalEngine:
                 work.close()
                 raise GenerationError(NOT_RUNNING)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def complete(self, request: PreparedRequest) -> RequestOutput:
+        """Return the finished output of `request`, in the caller's event loop. Raises what `Generating.complete` does.
+
+        Cancelling it ends the generation.
+        """
+        future = self.submit(self.generating.complete([request], lambda: None))
+        await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+        [output] = result(future)
+        return output
 
     async def stream(self, request: PreparedRequest) -> AsyncIterator[RequestOutput]:
         """Yield what there is of `request` whenever there is more, in the caller's event loop."""

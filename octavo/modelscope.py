@@ -3,6 +3,7 @@
 import os
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,8 @@ def download_from_modelscope(model: str, *, with_code: bool, with_weights: bool)
     unreachable = _why_unreachable()
     patterns = wanted_patterns(with_code=with_code, with_weights=with_weights)
     try:
-        return Path(
-            snapshot_download(
-                model, allow_patterns=patterns, ignore_patterns=list(IGNORED), local_files_only=bool(unreachable)
-            )
-        )
+        download = partial(snapshot_download, allow_patterns=patterns, ignore_patterns=list(IGNORED))
+        return Path(within(None, lambda: download(model, local_files_only=bool(unreachable))))
     except errors as error:
         raise ModelError(_explain(model, unreachable or str(error))) from error
 

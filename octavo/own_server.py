@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import msgspec
 
 from octavo.errors import CommandError
-from octavo.launcher import answers, health_url, listening_port
-from octavo.processes import Process
+from octavo.launcher import ROLES, answers, health_url, listening_port
+from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
 from protocol.config import FIELDS, Config, child_environ
 
-POLL_S = 0.1
+SERVER_GRACE_S = (len(ROLES) + 1) * STOP_GRACE_S  # each of its own processes gets one, in turn
 
 
 @contextmanager
@@ -39,8 +39,7 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
         _wait_until_ready(process, health_url(config))
         yield f"http://{config.host}:{config.port}/v1", key
     finally:
-        process.terminate()
-        process.wait()
+        end_processes([process], SERVER_GRACE_S)
         process.lifeline.close()
 
 

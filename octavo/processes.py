@@ -208,9 +208,9 @@ def why_ended_early(ended: str, statuses: Sequence[int]) -> str:
     return f"the {ended} before the model was ready"
 
 
-def end_processes(processes: Sequence[Process]) -> None:
-    """End the processes of one role: ask all at once, and kill what has not ended in time."""
-    deadline_s = time.monotonic() + STOP_GRACE_S
+def end_processes(processes: Sequence[Process], grace_s: float = STOP_GRACE_S) -> None:
+    """End the processes of one role: ask all at once, and kill what has not ended after `grace_s`."""
+    deadline_s = time.monotonic() + grace_s
     for process in processes:
         process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
     for process in processes:

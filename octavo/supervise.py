@@ -19,7 +19,7 @@ from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
 from protocol.process import REFUSED
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
-TURN_S = 1.0  # a look at the beats, unless a signal comes before
+LOOK_S = 1.0  # a look at the beats, unless a signal comes before
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -37,7 +37,7 @@ def supervise(command: Sequence[str], hang_timeout_s: float, stop_grace_s: float
                 return REFUSED
             child.revive(time.monotonic())
             process = child.processes[0]
-            signals.wait(TURN_S if process.returncode is None else POLL_S)
+            signals.wait(LOOK_S if process.returncode is None else POLL_S)
             reap_orphans(process.pid)
         return _end(child.processes[0], signals.asked[0], stop_grace_s)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from octavo.api_client import ApiClient, ApiError
 from octavo.errors import CommandError
+from protocol.process import CONTROLS, paragraph
 
 TextOf = Callable[[dict[str, Any]], str]  # of a choice
 
 PROMPT = "> "
 CLEAR = "/clear"
-# What would move the cursor or worse is shown as a mark.
-SHOWN_CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+SHOWN_CONTROLS = {code: mark for code, mark in CONTROLS.items() if chr(code) not in "\n\t"}
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Terminal:
                 self._end_line(answer)
             if not self._interactive:
                 raise
-            print(f"octavo: {error}", file=sys.stderr)
+            print(f"octavo: {paragraph(error)}", file=sys.stderr)
             return None
         self._end_line(answer)
         self._say_more(answer)
@@ -103,9 +103,8 @@ class Terminal:
         if answer.finish_reason == "length" and self._interactive:
             print("[cut: max_tokens or the model's context window is reached]", file=sys.stderr)
         if self._stats and answer.usage and answer.first_s is not None:
-            print(
-                _figures(answer.usage, answer.first_s - answer.asked_s, answer.last_s - answer.first_s), file=sys.stderr
-            )
+            figures = _figures(answer.usage, answer.first_s - answer.asked_s, answer.last_s - answer.first_s)
+            print(paragraph(figures), file=sys.stderr)
 
 
 def typed_lines() -> Iterator[str]:

@@ -344,7 +344,7 @@ def explain_value(kind: Any, value: object, error: Exception) -> str:
         return "it is true or false"
     if isinstance(error, json.JSONDecodeError):
         return f"it begins like a JSON list, but is none: {error}"
-    if titles := [meta.title for meta in (*metas_of(kind), *metas_of(base)) if meta.title]:
+    if titles := [meta.title for meta in (*_metas_of(kind), *_metas_of(base)) if meta.title]:
         return f"it takes {titles[0]}"
     if not isinstance(error, msgspec.ValidationError):
         return str(error)
@@ -357,7 +357,7 @@ def range_of(kind: Any) -> str:
     found = [
         f"{words} {bound:g}" if isinstance(bound, float) else f"{words} {bound}"
         for words, attribute in bounds
-        for meta in metas_of(kind)
+        for meta in _metas_of(kind)
         if (bound := getattr(meta, attribute)) is not None
     ]
     return " of " + " and ".join(found) if found else ""
@@ -374,11 +374,11 @@ def base_type(kind: Any) -> Any:
 
 
 def _description(kind: Any) -> str:
-    return next((meta.description for meta in metas_of(kind) if meta.description), "")
+    return next((meta.description for meta in _metas_of(kind) if meta.description), "")
 
 
-def metas_of(kind: Any) -> list[Meta]:
+def _metas_of(kind: Any) -> list[Meta]:
     """Return what the Annotated type `kind`, or such an option of a union, says of itself."""
     if typing.get_origin(kind) is Annotated:
         return [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
-    return [meta for option in typing.get_args(kind) for meta in metas_of(option)]
+    return [meta for option in typing.get_args(kind) for meta in _metas_of(option)]

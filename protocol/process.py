@@ -19,6 +19,7 @@ from protocol.suggestions import suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")  # what would move a cursor, or worse: a mark
 REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
 
 
@@ -36,7 +37,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return values, unknown
 
     def error(self, message: str) -> NoReturn:
-        self.exit(REFUSED, f"{self.prog}: {message}\n")
+        self.exit(REFUSED, f"{self.prog}: {paragraph(message)}\n")
 
 
 def start_process(
@@ -80,8 +81,8 @@ def refuse(name: str, reason: Exception | str) -> int:
 
 
 def paragraph(reason: Exception | str) -> str:
-    """Return what is wrong as one line, in words for an operator."""
-    return " ".join(str(reason).split()) or type(reason).__name__
+    """Return what is wrong as one line, in words for an operator, whoever chose them: a terminal obeys none of it."""
+    return " ".join(str(reason).split()).translate(CONTROLS) or type(reason).__name__
 
 
 def configure_logging(name: str, level: str) -> None:

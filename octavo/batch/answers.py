@@ -1,29 +1,43 @@
 """The answers to a batch, from a model that runs for it alone."""
 
-import sys
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
-from octavo.async_llm import AsyncLLM
 from octavo.batch.prompts import Prompt
 from octavo.batch.run import Batch
+from octavo.errors import LaunchError
+from octavo.local_engine import LocalEngine
 from octavo.outputs import RequestOutput
+from octavo.preparation import PreparedRequest
 from octavo.sampling_params import SamplingParams
-from octavo.settings import KEYWORDS
 from protocol.config import Config
 
 # Results are added in order: while a long answer is awaited, the shorter ones after it keep the model busy.
 WINDOW_PER_PLACE = 4
 
 
-async def generate_batch(config: Config, params: SamplingParams, batch: Batch) -> None:
-    """Generate what is left of `batch`. Raises ModelError, LaunchError or GenerationError."""
-    print(f"Starting {config.model or 'the demo model'}", file=sys.stderr)
-    async with AsyncLLM(**{name: getattr(config, name) for name in KEYWORDS}) as llm:
+def generate_batch(config: Config, params: SamplingParams, batch: Batch) -> None:
+    """Generate what is left of `batch`. Raises LaunchError or GenerationError; Ctrl-C ends it at any time."""
+    with _running(config) as engine:
+
+        def prepare(prompt: Prompt) -> PreparedRequest:
+            text, messages = prompt.asked.prompt, prompt.asked.messages
+            if messages is not None:
+                return engine.preparation.of_chat(messages, params)
+            return engine.preparation.of_prompt(text or "", params)
 
         async def answer(prompt: Prompt) -> RequestOutput:
-            text, messages = prompt.asked.prompt, prompt.asked.messages
-            stream = llm.generate(text or "", params) if messages is None else llm.chat(messages, params)
-            async for output in stream:
-                last = output
-            return last
+            return await engine.complete(await asyncio.to_thread(prepare, prompt))
 
-        await batch.run(answer, config.max_num_seqs * WINDOW_PER_PLACE)
+        asyncio.run(batch.run(answer, config.max_num_seqs * WINDOW_PER_PLACE))
+
+
+@contextmanager
+def _running(config: Config) -> Iterator[LocalEngine]:
+    with closing(LocalEngine(config)) as engine:
+        try:
+            engine.start()  # in this thread, the only one that Ctrl-C interrupts
+        except (OSError, ValueError) as error:
+            raise LaunchError(str(error)) from error
+        yield engine

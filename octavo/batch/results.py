@@ -20,34 +20,63 @@ CHUNK_BYTES = 1 << 20
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What results belong to: the first `num_prompts` prompts, their digest, and the parameters."""
+    """What results belong to: the first `num_prompts` prompts, their digest, and the parameters.
+
+    Of the results, `num_failed` are of prompts that could not be answered, the last of them at `last_failed`.
+    """
 
     num_prompts: int
     digest: str
     parameters: Mapping[str, Any]
+    num_failed: int = 0
+    last_failed: int = -1
 
 
 class Results:
-    """An open file of results, which no other process writes meanwhile. `num_done` is how many there are."""
+    """An open file of results, which no other process writes meanwhile. `num_done` is how many there are.
 
-    def __init__(self, path: Path, file: FileIO) -> None:
+    `begun` is the run that they are of, None if there are none. Nothing is changed before `belong_to`.
+    """
+
+    def __init__(self, path: Path, file: FileIO, *, overwrite: bool = False) -> None:
+        """Raise CommandError if nobody knows whose results there are, and they are not to be overwritten."""
         self.path, self._file = path, file
-        self.num_done = _repair(file)
+        self.begun: Run | None = None
+        self.num_done = self._num_bytes = 0
+        if not overwrite and file.seek(0, os.SEEK_END) > 0:
+            self.begun = _known_run(path)
+            self.num_done, self._num_bytes = _whole_lines(file)
+            if self.num_done > self.begun.num_prompts:
+                raise _unknown(path)
+        self._run = self.begun
 
-    def begun_by(self) -> Run | None:
-        """Return which run the results are of; None if there are none. Raises CommandError if nobody knows."""
-        if self.num_done == 0:
-            return None
-        try:
-            return msgspec.json.decode(_run_path(self.path).read_bytes(), type=Run)
-        except (OSError, msgspec.DecodeError):
-            raise CommandError(
-                f"{self.path} is there already and not known to be of this command: give another --output-path, or"
-                " --overwrite"
-            ) from None
+    @property
+    def num_failed(self) -> int:
+        """How many results say that there is no answer."""
+        if self._run is None:
+            return 0
+        # One is counted before it is added, and this process may have ended between the two.
+        return self._run.num_failed - (self._run.last_failed >= self.num_done)
 
-    def belong_to(self, run: Run) -> None:
-        """Write down that the results are of `run`, before the first is added. Raises CommandError."""
+    def belong_to(self, num_prompts: int, digest: str, parameters: Mapping[str, Any]) -> None:
+        """Write down which run the results are of, and remove what is none of them. Raises CommandError."""
+        with _writing(self.path):
+            self._file.truncate(self._num_bytes)
+        self._note(Run(num_prompts, digest, parameters, self.num_failed))
+
+    def add(self, line: str, *, failed: bool = False) -> None:
+        """Add the next result; once this returns, no end of this process can undo it. Raises CommandError."""
+        if failed:
+            assert self._run is not None  # `belong_to` comes first
+            counted = {"num_failed": self.num_failed + 1, "last_failed": self.num_done}
+            self._note(msgspec.structs.replace(self._run, **counted))
+        rest = memoryview(line.encode() + b"\n")
+        with _writing(self.path):
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        self.num_done += 1
+
+    def _note(self, run: Run) -> None:
         target = _run_path(self.path)
         partial = target.with_name(target.name + ".partial")
         with _writing(target):
@@ -56,19 +85,12 @@ class Results:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, target)
-
-    def add(self, line: str) -> None:
-        """Add the next result; once this returns, no end of this process can undo it. Raises CommandError."""
-        rest = memoryview(line.encode() + b"\n")
-        with _writing(self.path):
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        self.num_done += 1
+        self._run = run
 
 
 @contextmanager
 def open_results(path: Path, *, overwrite: bool = False) -> Iterator[Results]:
-    """Open `path` for adding results, a half-written last line removed. Raises CommandError."""
+    """Open `path` for adding results to those that it has, or, to `overwrite`, has not. Raises CommandError."""
     with _writing(path):
         file = path.open("ab+", buffering=0)  # what is added is out at once, and nothing is left to write at the end
     with file:
@@ -76,9 +98,7 @@ def open_results(path: Path, *, overwrite: bool = False) -> Iterator[Results]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CommandError(f"{path} is being written by another octavo generate") from None
-        if overwrite:
-            file.truncate(0)
-        yield Results(path, file)
+        yield Results(path, file, overwrite=overwrite)
 
 
 def check_same_run(path: Path, begun: Run, parameters: Mapping[str, Any]) -> None:
@@ -109,8 +129,21 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else msgspec.json.encode(value).decode()
 
 
-def _repair(file: FileIO) -> int:
-    """Remove what follows the last end of line, and return the number of lines."""
+def _known_run(path: Path) -> Run:
+    try:
+        return msgspec.json.decode(_run_path(path).read_bytes(), type=Run)
+    except (OSError, msgspec.DecodeError):
+        raise _unknown(path) from None
+
+
+def _unknown(path: Path) -> CommandError:
+    return CommandError(
+        f"{path} is there already and not known to be of this command: give another --output-path, or --overwrite"
+    )
+
+
+def _whole_lines(file: FileIO) -> tuple[int, int]:
+    """Return the number of lines that end, and of the bytes they take: what follows was torn by a kill."""
     num_lines = num_bytes = position = 0
     file.seek(0)
     while chunk := file.read(CHUNK_BYTES):
@@ -118,5 +151,4 @@ def _repair(file: FileIO) -> int:
         if b"\n" in chunk:
             num_bytes = position + chunk.rindex(b"\n") + 1
         position += len(chunk)
-    file.truncate(num_bytes)
-    return num_lines
+    return num_lines, num_bytes

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import NoneType
 from typing import Any, Protocol
 
 import msgspec
@@ -14,13 +15,17 @@ from tqdm import tqdm
 
 from octavo.batch.escapes import escape
 from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
-from octavo.batch.results import Results, Run, check_same_run
-from octavo.errors import CommandError
+from octavo.batch.results import Results, check_same_run
+from octavo.errors import CommandError, GenerationFailedError
 from octavo.outputs import RequestOutput
+from protocol.process import paragraph
+
+# What is wrong with one prompt alone: one that is too long, or that the engine gave up.
+NO_ANSWER = (ValueError, GenerationFailedError)
 
 
 class Generate(Protocol):
-    """Returns the finished answers to a prompt. Raises ValueError if it cannot be answered, such as one too long."""
+    """Returns the finished answers to a prompt. Raises one of NO_ANSWER if it cannot be answered."""
 
     async def __call__(self, prompt: Prompt) -> RequestOutput: ...
 
@@ -31,8 +36,7 @@ class Batch:
     def __init__(self, prompts: Path, results: Results, parameters: Mapping[str, Any]) -> None:
         """Read all prompts once. Raises CommandError if one is wrong, or if the results are of another run."""
         self._prompts, self._results = prompts, results
-        self.num_failed = 0
-        begun = results.begun_by()
+        begun = results.begun
         if begun is not None:
             check_same_run(results.path, begun, parameters)
         fingerprint = Fingerprint()
@@ -47,12 +51,16 @@ class Batch:
         self.num_prompts = fingerprint.num_prompts
         if begun is not None and self.num_prompts < begun.num_prompts:
             raise _other_prompts(results.path, prompts)
-        if self.num_prompts:
-            results.belong_to(Run(self.num_prompts, fingerprint.digest, parameters))
+        results.belong_to(self.num_prompts, fingerprint.digest, parameters)
 
     @property
     def num_done(self) -> int:
         return self._results.num_done
+
+    @property
+    def num_failed(self) -> int:
+        """How many of those done have an error instead of an answer, in this life or an earlier one."""
+        return self._results.num_failed
 
     @property
     def num_left(self) -> int:
@@ -61,7 +69,7 @@ class Batch:
     async def run(self, generate: Generate, window: int) -> None:
         """Generate what is left, for at most `window` prompts at a time.
 
-        What is finished when this is cancelled, or when something else than a ValueError ends it, is kept as far as it
+        What is finished when this is cancelled, or when something else than NO_ANSWER ends it, is kept as far as it
         is in order.
         """
         running: deque[tuple[Prompt, asyncio.Task[RequestOutput]]] = deque()
@@ -87,11 +95,11 @@ class Batch:
         await asyncio.wait([task])
         try:
             answer: RequestOutput | str = task.result()
-        except ValueError as error:
+        except NO_ANSWER as error:
             answer = str(error)
-            self.num_failed += 1
-            tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {answer}", file=sys.stderr)
-        self._results.add(result_line(self._results.path.suffix, self._results.num_done, prompt, answer))
+            tqdm.write(f"octavo: {self._prompts}, line {prompt.line}: {paragraph(answer)}", file=sys.stderr)
+        line = result_line(self._results.path.suffix, self._results.num_done, prompt, answer)
+        self._results.add(line, failed=isinstance(answer, str))
         running.popleft()
         bar.update()
 
@@ -109,7 +117,7 @@ def result_line(suffix: str, index: int, prompt: Prompt, answer: RequestOutput |
 
 
 def _has_result(task: "asyncio.Task[RequestOutput]") -> bool:
-    return task.done() and not task.cancelled() and isinstance(task.exception(), ValueError | None)
+    return task.done() and not task.cancelled() and isinstance(task.exception(), (*NO_ANSWER, NoneType))
 
 
 def _other_prompts(results: Path, prompts: Path) -> CommandError:

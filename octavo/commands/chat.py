@@ -15,6 +15,7 @@ from octavo.sampling_flags import add_sampling_flags, sampling_values
 from octavo.settings import refuse_launcher_fields
 from octavo.terminal import Terminal, piped_lines, typed_lines
 from protocol.config import ConfigError
+from protocol.process import paragraph
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 MODEL_HELP = (
@@ -65,7 +66,7 @@ def connected(flags: Mapping[str, Any]) -> Iterator[Terminal]:
     with _server(flags) as (url, key), closing(ApiClient(url, key)) as client:
         model = flags["model_name"] or _first(client)
         if interactive:
-            print(f"{model} at {url}: Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
+            print(f"{paragraph(model)} at {url}: Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
         try:
             yield Terminal(client, model, sampling, stats=flags["stats"], interactive=interactive)
         except BrokenPipeError:  # who read our output has seen enough; nothing more may be written there

@@ -2,10 +2,11 @@
 
 import argparse
 import os
+import typing
 from collections.abc import Mapping
 from typing import Any
 
-from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config
+from protocol.config import FIELDS, Config, ConfigError, add_flags, base_type, load_config
 
 MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
@@ -56,7 +57,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *without: str) -> None:
     for title, names in FLAG_GROUPS.items():
         if title != "server":
             add_flags(parser.add_argument_group(title), [name for name in names if name not in without])
-    levels = "debug|info|warning|error"
+    levels = "|".join(typing.get_args(base_type(FIELDS["log_level"].type)))
     parser.add_argument(
         "--log-level", default=argparse.SUPPRESS, metavar=levels, help="least level to log (default: warning)"
     )

@@ -1,7 +1,6 @@
 """`octavo generate`: a file of prompts in, a file of results out, without a server."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,16 @@ from protocol.config import FIELDS, Config, ConfigError
 from protocol.process import configure_logging
 
 # Of the settings, those that change results: they are remembered beside them.
-REMEMBERED = ("model", "load_format", "quantization", "dtype", "kv_cache_dtype", "generation_config", "max_model_len")
+REMEMBERED = (
+    "model",
+    "use_modelscope",
+    "load_format",
+    "quantization",
+    "dtype",
+    "kv_cache_dtype",
+    "generation_config",
+    "max_model_len",
+)
 ONLY_IN_RECORDS = ("logprobs", "prompt_logprobs")
 
 
@@ -77,10 +85,13 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
-    if not source.is_file():
-        raise CommandError(f"--input-path {source} is no regular file")
-    if target.exists() and target.samefile(source):
-        raise ConfigError("--output-path is the same file as --input-path")
+    try:
+        if not source.is_file():
+            raise CommandError(f"--input-path {source} is no regular file")
+        if target.exists() and target.samefile(source):
+            raise ConfigError("--output-path is the same file as --input-path")
+    except OSError as error:
+        raise CommandError(f"{error.filename} cannot be looked at: {error.strerror}") from None
     if target.suffix == ".txt":
         for name in (*ONLY_IN_RECORDS, *(("n",) if sampling.get("n", 1) > 1 else ())):
             if name in sampling:
@@ -95,8 +106,9 @@ def _parameters(config: Config, sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _generate(config: Config, params: SamplingParams, batch: Batch) -> None:
+    print(f"Starting {config.model or 'the demo model'}", file=sys.stderr)
     try:
-        asyncio.run(generate_batch(config, params, batch))
+        generate_batch(config, params, batch)
     except KeyboardInterrupt:
         print(f"\n{batch.num_done} of {batch.num_prompts} are done; run again, it goes on from there", file=sys.stderr)
         raise
@@ -106,7 +118,7 @@ def _failures(batch: Batch, target: Path) -> str:
     if not batch.num_failed:
         return ""
     instead = "an empty line" if target.suffix == ".txt" else "an error"
-    return f"; {batch.num_failed} of them have {instead} instead of an answer, as said above"
+    return f"; {batch.num_failed} of them have {instead} instead of an answer"
 
 
 def _path(text: str) -> Path:

@@ -1,13 +1,13 @@
 """`octavo supervise`: the parent of one process, also as process 1 of a container."""
 
 import argparse
-import os
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.commands.flags import read_config
 from octavo.processes import STOP_GRACE_S
 from octavo.supervise import supervise
-from protocol.config import add_flags, load_config
+from protocol.config import add_flags
 from protocol.process import configure_logging
 
 DESCRIPTION = (
@@ -26,9 +26,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: Mapping[str, Any]) -> int:
-    settings = dict(flags)
-    program = settings.pop("program")
-    config = load_config(os.environ, settings)
+    config = read_config(flags)
     configure_logging("supervise", config.log_level)
     # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
-    return supervise(program, config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)
+    return supervise(flags["program"], config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)

@@ -2,6 +2,6 @@
 
 import sys
 
-from octavo.cli import main
+from octavo.cli import program
 
-sys.exit(main(["generate", *sys.argv[1:]]))
+program(["generate", *sys.argv[1:]])

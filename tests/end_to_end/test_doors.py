@@ -95,7 +95,7 @@ def test_batches_over_aiohttp_with_an_event_loop_each(server: Server, tmp_path: 
         texts += asyncio.run(batch(prompts[first : first + BATCH_SIZE]))
     assert len(texts) == 45
     assert all(texts)
-    assert len(set(texts)) == 45
+    assert len(set(texts)) > 40  # what is drawn may be the same by chance
 
 
 def test_a_chat_with_a_server_of_its_own(model: Path) -> None:

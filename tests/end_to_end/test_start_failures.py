@@ -128,6 +128,31 @@ def test_a_start_that_fails_says_why_in_one_paragraph(failure: Failure, model: P
         assert words in said
 
 
+# What the gateway finds in a model, a command without one finds itself.
+GENERATE_FAILURES = (
+    *(failure for failure in FAILURES if failure.name == "tokenizer broken"),
+    Failure(
+        "generation config",
+        ("generation_config '/nowhere' is not a directory",),
+        flags=("--generation-config", "/nowhere"),
+    ),
+)
+
+
+@pytest.mark.parametrize("failure", GENERATE_FAILURES, ids=lambda failure: failure.name)
+def test_so_does_generate(failure: Failure, model: Path, tmp_path: Path) -> None:
+    if failure.damage is not None:
+        model = Path(shutil.copytree(model, tmp_path / "model"))
+        failure.damage(model)
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    files = ("--input-path", str(tmp_path / "prompts.txt"), "--output-path", str(tmp_path / "results.txt"))
+    command = ("octavo", "generate", str(model), *files, *failure.flags)
+    said = ended(*command, environ=None, timeout_s=TIMEOUT_S["executor"], begun=f"Starting {model}")
+    assert said.startswith("octavo: ")
+    for words in failure.words:
+        assert words in said
+
+
 def test_a_port_in_use_is_told_before_the_model_is_looked_at() -> None:
     with listening() as port:
         said = refusal("--model", "./nowhere", "--port", str(port))
@@ -164,8 +189,8 @@ def refusal(*flags: str, environ: dict[str, str] | None = None, timeout_s: float
     return ended("octavo", "serve", *flags, *port, environ=environ, timeout_s=timeout_s)
 
 
-def ended(*arguments: str, environ: dict[str, str] | None, timeout_s: float) -> str:
-    """Return the one paragraph that a command says last, having checked that it failed and said nothing else."""
+def ended(*arguments: str, environ: dict[str, str] | None, timeout_s: float, begun: str | None = None) -> str:
+    """Return the one paragraph that a command says last, having checked that it failed and said `begun` at most."""
     done = subprocess.run(
         [sys.executable, "-m", *arguments],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | (environ or {}),
@@ -178,7 +203,7 @@ def ended(*arguments: str, environ: dict[str, str] | None, timeout_s: float) -> 
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     lines = done.stderr.splitlines()
-    [paragraph] = [line for line in lines if not LOG_LINE.match(line)]
+    [paragraph] = [line for line in lines if not LOG_LINE.match(line) and line != begun]
     assert lines[-1] == paragraph
     return paragraph
 

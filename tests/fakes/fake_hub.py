@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from threading import Event, Thread
 
 COMMIT = "a" * 40
 
@@ -20,6 +20,8 @@ class FakeHub(ThreadingHTTPServer):
         self.files = files
         self.announced_bytes: dict[str, int] = {}  # of files that it says are of another size than they are
         self.downloaded: list[str] = []
+        self.held = ""  # a file that it begins to send, and no more
+        self.holding = Event()
         self.tokens: set[str | None] = set()
 
     @property
@@ -74,7 +76,16 @@ class _Answer(BaseHTTPRequestHandler):
         content = self.server.files[name]
         if self.command == "GET":
             self.server.downloaded.append(name)
+            if name == self.server.held:
+                return self._hold()
         self._send(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
+
+    def _hold(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "1000000")
+        self.end_headers()
+        self.server.holding.set()
+        self.rfile.read(1)  # until the client is gone
 
     def _send_json(self, content: object) -> None:
         self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})

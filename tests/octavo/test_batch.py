@@ -13,7 +13,8 @@ from octavo.batch.escapes import escape, unescape
 from octavo.batch.prompts import Prompt, read_prompts
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
-from octavo.errors import CommandError
+from octavo.cli import main
+from octavo.errors import CommandError, GenerationError, GenerationFailedError
 from octavo.outputs import CompletionOutput, RequestOutput
 
 PARAMETERS = {"model": "tiny", "max_tokens": 20}
@@ -27,8 +28,10 @@ class Interrupted(BaseException):
 class Echo:
     """Answers prompts with themselves, after waits that mix up their order; `refuse` names one that cannot be."""
 
-    def __init__(self, refuse: str = "", interrupt_after: int | None = None) -> None:
-        self.refuse, self.interrupt_after = refuse, interrupt_after
+    def __init__(
+        self, refuse: str = "", interrupt_after: int | None = None, refusal: type[Exception] = ValueError
+    ) -> None:
+        self.refuse, self.interrupt_after, self.refusal = refuse, interrupt_after, refusal
         self.num_running = self.most_running = self.num_asked = 0
         self._random = random.Random(5)
 
@@ -43,7 +46,7 @@ class Echo:
         self.num_running -= 1
         text = prompt.asked.prompt or str(prompt.asked.messages)
         if text == self.refuse:
-            raise ValueError("it is too long")
+            raise self.refusal("it is too long")
         output = CompletionOutput(0, f"{text}!", [1, 2], None, None, "length")
         return RequestOutput(str(prompt.line), text, [3], [output], 0)
 
@@ -170,12 +173,54 @@ def test_results_of_other_prompts_or_parameters_are_left_alone(source: Path, exp
     assert target.read_text() == "only one!\n"
 
 
-def test_a_file_that_is_nobodys_is_left_alone(source: Path) -> None:
+def test_where_the_model_comes_from_is_remembered(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = source.with_name("results.txt")
-    target.write_text("precious\n")
+    with open_results(target) as results:
+        Batch(source, results, {"model": "org/x"})
+        results.add("done")
+    command = ["generate", "org/x", "--use-modelscope", "--input-path", str(source), "--output-path", str(target)]
+    assert main(command) == 1
+    assert "begun with use_modelscope unset, and now it is true" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = str(tmp_path / f"{'x' * 300}.txt")
+    assert main(["generate", "--input-path", long, "--output-path", str(tmp_path / "results.txt")]) == 1
+    assert f"octavo: {long} cannot be looked at: File name too long" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["precious\n", "first\nlast, without an end of line", "one line without"])
+def test_a_file_that_is_nobodys_is_left_alone(content: str, source: Path) -> None:
+    target = source.with_name("results.txt")
+    target.write_text(content)
     with pytest.raises(CommandError, match="is there already and not known to be of this command"):
         run(source, target, Echo())
-    assert target.read_text() == "precious\n"
+    assert target.read_text() == content
+
+
+def test_a_file_that_took_the_place_of_results_is_left_alone(source: Path) -> None:
+    target = source.with_name("results.txt")
+    run(source, target, Echo())
+    target.write_text("mine\n" * 58 + "and mine")
+    with pytest.raises(CommandError, match="is there already and not known to be of this command"):
+        run(source, target, Echo())
+    target.write_text("mine\nand mine")
+    with pytest.raises(CommandError, match="begun with max_tokens"):
+        run(source, target, Echo(), max_tokens=200)
+    assert target.read_text() == "mine\nand mine"
+
+
+def test_overwriting_begins_once_the_prompts_are_known_to_be_right(source: Path, expected: str) -> None:
+    target = source.with_name("results.txt")
+    run(source, target, Echo())
+    prompts = source.read_bytes()
+    source.write_bytes(prompts + b"\xff\n")
+    with pytest.raises(CommandError, match="is not UTF-8"):
+        run(source, target, Echo(), overwrite=True)
+    assert target.read_text() == expected
+    source.write_bytes(b"")
+    assert run(source, target, Echo(), overwrite=True).num_prompts == 0
+    assert target.read_text() == ""
 
 
 def test_two_runs_do_not_write_one_file(source: Path) -> None:
@@ -184,14 +229,36 @@ def test_two_runs_do_not_write_one_file(source: Path) -> None:
         pass
 
 
-def test_a_prompt_that_cannot_be_answered_keeps_its_place(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("refusal", [ValueError, GenerationFailedError])
+def test_a_prompt_that_cannot_be_answered_keeps_its_place(
+    refusal: type[Exception], source: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused = "第3页 of a\nbook"
-    batch = run(source, source.with_name("results.txt"), Echo(refuse=refused))
+    batch = run(source, source.with_name("results.txt"), Echo(refuse=refused, refusal=refusal))
     lines = source.with_name("results.txt").read_text().splitlines()
     assert len(lines) == 57
     assert [index for index, line in enumerate(lines) if not line] == [2]
     assert batch.num_failed == 1
     assert "line 3: it is too long" in capsys.readouterr().err
+
+
+def test_a_model_that_is_gone_ends_the_run_with_what_is_done(source: Path, expected: str) -> None:
+    target = source.with_name("results.txt")
+    with pytest.raises(GenerationError, match="it is too long"):
+        run(source, target, Echo(refuse="第30页 of a\nbook", refusal=GenerationError))
+    assert target.read_text() == "".join(expected.splitlines(keepends=True)[:28])
+    run(source, target, Echo())
+    assert target.read_text() == expected
+
+
+@pytest.mark.parametrize("num_lines", [2, 3, 57])
+def test_who_could_not_be_answered_in_an_earlier_life_is_counted_once(num_lines: int, source: Path) -> None:
+    target, refused = source.with_name("results.txt"), "第3页 of a\nbook"
+    run(source, target, Echo(refuse=refused))
+    lines = target.read_text().splitlines(keepends=True)
+    target.write_text("".join(lines[:num_lines]))
+    assert run(source, target, Echo(refuse=refused)).num_failed == 1
+    assert run(source, target, Echo()).num_failed == 1
 
 
 def test_records_have_what_was_asked_and_all_that_is_known(tmp_path: Path) -> None:

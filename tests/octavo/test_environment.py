@@ -18,6 +18,11 @@ def test_the_report_names_what_a_bug_depends_on_and_no_secret(
     model.mkdir(parents=True)
     (model / "model.safetensors").write_bytes(bytes(2_500_000))
     secrets = {"OCTAVO_API_KEY": "sesame-1", "HF_TOKEN": "sesame-2", "https_proxy": "http://user:sesame-3@proxy:1"}
+    secrets |= {
+        "http_proxy": "http://me:p@sesame/4@proxy:2",
+        "all_proxy": "me:sesame-5@proxy:3",
+        "HF_ENDPOINT": "http://h/a",
+    }
     for name, value in {**secrets, "OCTAVO_MAX_NUM_SEQ": "8", "XDG_CACHE_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     assert main(["env", str(model)]) == 0
@@ -29,6 +34,9 @@ def test_the_report_names_what_a_bug_depends_on_and_no_secret(
         "OCTAVO_API_KEY (set, not shown)",
         "HF_TOKEN (set, not shown)",
         "https_proxy http://...@proxy:1",
+        "http_proxy http://...@proxy:2",
+        "all_proxy ...@proxy:3",
+        "HF_ENDPOINT http://h/a",
         "OCTAVO_MAX_NUM_SEQ 8",
         "mine 2.5 MB",
         "model.safetensors 2,500,000 bytes",

@@ -11,7 +11,7 @@ import pytest
 from gateway.client import SchedulerClient
 from gateway.engine import Engine
 from gateway.model_files import ModelFiles, read_model_files
-from octavo.errors import GenerationError
+from octavo.errors import GenerationFailedError
 from octavo.generating import Generating
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
@@ -131,7 +131,7 @@ async def test_one_that_fails_ends_the_others(files: ModelFiles, address: str) -
         await scheduler.wait_for_requests(Submit, NUM_PLACES)
         scheduler.paused = False
         scheduler.fail("it ended the executor twice")
-        with pytest.raises(GenerationError, match="it ended the executor twice"):
+        with pytest.raises(GenerationFailedError, match="it ended the executor twice"):
             await running
         [output] = await setup.complete(setup.requests("e", max_tokens=1, ignore_eos=True))
         assert output.finished

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,3 +166,27 @@ def test_offline_and_not_cached_is_said(tmp_path: Path, endpoint_of_nobody: str)
     assert f"not (or not wholly) in the cache {tmp_path / 'hub'}" in message
     assert "HF_ENDPOINT" in message
     assert "a local path" in message
+
+
+def test_ctrl_c_ends_a_download(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    hub = FakeHub(WANTED)
+    hub.held = "model-1.safetensors"
+    files = ["--input-path", str(tmp_path / "prompts.txt"), "--output-path", str(tmp_path / "results.txt")]
+    variables = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
+    with running(hub):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "octavo", "generate", "org/tiny", *files],
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert hub.holding.wait(60)
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=30)[1]
+        finally:
+            process.kill()
+            process.wait()
+    assert process.returncode == 130
+    assert said.endswith("0 of 1 are done; run again, it goes on from there\n")

@@ -1,8 +1,18 @@
+import signal
+import subprocess
 import sys
 
 import pytest
 
-from octavo.processes import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, STABLE_AFTER_S, Backoff, Child, Process
+from octavo.processes import (
+    FIRST_BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    STABLE_AFTER_S,
+    Backoff,
+    Child,
+    Process,
+    end_processes,
+)
 
 
 def ended_process(code: str) -> Process:
@@ -55,3 +65,13 @@ def test_what_ended_starts_again_only_after_its_wait() -> None:
     child.revive(begun_s + FIRST_BACKOFF_S)
     assert child.processes == [lives[1]]
     child.end()
+
+
+def test_who_does_not_end_when_asked_is_killed() -> None:
+    deaf = "import os, signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); os.read(int(sys.argv[-1]), 1)"
+    with Process([sys.executable, "-S", "-c", deaf], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        end_processes([process], grace_s=0.05)
+        assert process.returncode == -signal.SIGKILL
+        process.lifeline.close()

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.__main__ import listen
+from gateway.listener import listen
 from octavo.cli import main
 from protocol.messages import Abort, Submit, unpack_ids
 from tests.fakes.fake_scheduler import FakeScheduler
@@ -140,6 +140,16 @@ async def test_lines_of_a_pipe_are_one_conversation(served: Served) -> None:
     assert (status, error) == (1, "octavo: standard input is not UTF-8: invalid start byte at byte 0\n")
 
 
+async def test_a_models_name_moves_no_cursor(served: Served) -> None:
+    with in_terminal("chat", *at(served), "--model-name", "red\x1b[31m\x07") as terminal:
+        await terminal.until("red\ufffd[31m\ufffd at http://")
+        terminal.type("hi\r")
+        await terminal.until("octavo: there is no model 'red")
+        assert "\x1b[31m" not in terminal.shown
+        terminal.type("\x04")
+        assert await asyncio.to_thread(terminal.process.wait, TIMEOUT_S) == 0
+
+
 @contextmanager
 def in_terminal(*arguments: str) -> Iterator["Typed"]:
     ours, theirs = pty.openpty()
@@ -216,6 +226,11 @@ CHUNK = b'data: {"choices":[{"index":0,"delta":{"content":"half"}}]}\n\n'
     [
         (CHUNK, "octavo: the server ended the connection in the middle of its answer\n"),
         (CHUNK + b'data: {"error":{"message":"the model is gone"}}\n\n', "octavo: the model is gone\n"),
+        (CHUNK + b'data: {"error":{"message":"a\\u001b[2J\\u009b\\nb"}}\n\n', "octavo: a\ufffd[2J\ufffd b\n"),
+        (
+            CHUNK + b'data: {"choices":[5]}\n\n',
+            "octavo: the server sent what is no chunk of an answer: b'{\"choices\":[5]}'\n",
+        ),
         (CHUNK + b"data: nonsense\n\n", "octavo: the server sent what is no chunk of an answer: b'nonsense'\n"),
     ],
 )

@@ -2,6 +2,6 @@
 
 import sys
 
-from octavo.cli import main
+from octavo.cli import program
 
-sys.exit(main(["serve", *sys.argv[1:]]))
+program(["serve", *sys.argv[1:]])
