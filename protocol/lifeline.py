@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 LIFELINE_FLAG = "--lifeline-fd"
@@ -49,6 +50,18 @@ class Heart:
         os._exit(1)
 
 
+# A fork has copies of its parent's ends, which would keep children alive when the parent itself is gone.
+_of_this_process: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for lifeline in list(_of_this_process):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 class Lifeline:
     """The parent's end, and until `release` the child's too: `fd` is for the child to inherit."""
 
@@ -58,6 +71,7 @@ class Lifeline:
         self._has_begun = False
         self._silence_s = 0.0
         self._looked_s = 0.0
+        _of_this_process.add(self)
 
     @property
     def fd(self) -> int:
