@@ -1,8 +1,20 @@
+import errno
+import os
 import sys
 
 import pytest
 
-from octavo.processes import FIRST_BACKOFF_S, LONGEST_BACKOFF_S, STABLE_AFTER_S, Backoff, Child, Process
+from octavo.errors import ChildRefusedError, LaunchError
+from octavo.processes import (
+    FIRST_BACKOFF_S,
+    LONGEST_BACKOFF_S,
+    STABLE_AFTER_S,
+    Backoff,
+    Child,
+    Process,
+    Processes,
+)
+from protocol.config import Config
 
 
 def ended_process(code: str) -> Process:
@@ -55,3 +67,42 @@ def test_what_ended_starts_again_only_after_its_wait() -> None:
     child.revive(begun_s + FIRST_BACKOFF_S)
     assert child.processes == [lives[1]]
     child.end()
+
+
+def test_a_life_that_cannot_begin_is_tried_again_after_a_longer_wait(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes: list[int | None] = [None, errno.EAGAIN, errno.EAGAIN, None]
+
+    def start() -> list[Process]:
+        if (failure := outcomes.pop(0)) is not None:
+            raise OSError(failure, os.strerror(failure))
+        return [ended_process("pass")]
+
+    child = Child("scheduler", start, 60.0)
+    first, now_s = child.processes, 1e9
+    child.revive(now_s)
+    for wait_s in (FIRST_BACKOFF_S, FIRST_BACKOFF_S * 2, FIRST_BACKOFF_S * 4):
+        assert child.processes is first
+        now_s += wait_s
+        child.revive(now_s)
+    assert child.processes is not first
+    assert "the scheduler cannot be started: Resource temporarily unavailable; tried again in 2.0 s" in caplog.text
+    child.end()
+
+
+def test_who_refuses_is_not_started_again() -> None:
+    child = Child("executor", lambda: [ended_process("raise SystemExit(2)")], 60.0)
+    first = child.processes
+    for now_s in (1e9, 2e9):
+        with pytest.raises(ChildRefusedError, match="the executor ended with status 2"):
+            child.revive(now_s)
+    assert child.processes is first
+    child.end()
+
+
+def test_a_start_that_the_machine_denies_is_said_and_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model="m", tensor_parallel_size=2)
+    processes = Processes(config, ("executor",))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(LaunchError, match="the executor cannot be started: No such file or directory"):
+        processes.start()
+    processes.stop()
