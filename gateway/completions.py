@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
-from gateway.choices import Choices, Whole, generation_requests
-from gateway.engine import Delta, TokenLogprob
+from gateway.choices import Choices, generation_requests
+from gateway.delta import Delta, TokenLogprob, Whole
 from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
 from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode, system_fingerprint
@@ -160,7 +160,7 @@ class _Renderer:
 
     def _choice(self, index: int, whole: Whole) -> CompletionChoice:
         echoed = self._echo(index, whole.prompt_logprobs)
-        text, logprobs = whole.text, self._logprobs(index, whole.token_ids, whole.logprobs)
+        text, logprobs = whole.text, self._logprobs(index, whole.token_ids, whole.logprobs or [])
         if echoed:
             text = echoed.text + text
             logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs

@@ -65,7 +65,7 @@ class Launcher:
             try:
                 self.processes.revive()
             except ChildRefusedError as error:
-                raise LaunchError(f"nothing is served any more: {error}") from None
+                raise LaunchError(f"nothing is served any more: {error}, and says why above") from None
             time.sleep(POLL_S)
 
     def _stop(self) -> None:

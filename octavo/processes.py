@@ -119,7 +119,7 @@ class Child:
         if ended is None:
             return
         if REFUSED in (process.poll() for process in self.processes):
-            raise ChildRefusedError(f"the {ended}: it says why above")
+            raise ChildRefusedError(f"the {ended}")
         if self._restart_at_s is None:
             end_processes(self.processes)
             lived_s = now_s - self._started_at_s
@@ -135,7 +135,7 @@ class Child:
         self._close()
 
     def _restart(self, now_s: float) -> None:
-        """Begin the next life, or try again later: a machine that lacks memory or process numbers may soon have them."""
+        """Begin the next life, or try again later: a machine that lacks processes or memory may have them soon."""
         try:
             processes = self._start()
         except OSError as error:
