@@ -15,13 +15,17 @@ from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
 from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode, system_fingerprint
 from gateway.openai_types import MAX_CHOICES, CompletionRequest, check_common, completion_decoder
-from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params
+from gateway.sampling import (
+    DEFAULT_MAX_TOKENS,
+    check_text_length,
+    check_token_ids,
+    resolve_max_tokens,
+    sampling_params,
+)
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
 from protocol.messages import Ready
 from protocol.sampling import SamplingParams
-
-DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)

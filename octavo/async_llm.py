@@ -25,17 +25,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
-        self._use(config_of("AsyncLLM", model, settings))
-
-    @classmethod
-    def of_config(cls, config: Config) -> "AsyncLLM":
-        """Return one with settings that were read before, as a command does."""
-        llm = cls.__new__(cls)
-        llm._use(config)
-        return llm
-
-    def _use(self, config: Config) -> None:
-        self._engine = LocalEngine(config)
+        self._engine = LocalEngine(config_of("AsyncLLM", model, settings))
         self._close = weakref.finalize(self, self._engine.close)
 
     @property

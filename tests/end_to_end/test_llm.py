@@ -232,7 +232,9 @@ async def test_a_process_that_refuses_its_next_life_ends_what_waits_for_it(model
         children = [child for child in psutil.Process().children() if child not in before]
         sockets.chmod(0o755)  # where no scheduler would make its own
         next(child for child in children if "scheduler" in child.cmdline()).kill()
-        with pytest.raises(GenerationError, match=f"the scheduler ended with status 2: {sockets} must belong to this user"):
+        with pytest.raises(
+            GenerationError, match=f"the scheduler ended with status 2: {sockets} must belong to this user"
+        ):
             [output async for output in llm.generate("one", SamplingParams(max_tokens=240, ignore_eos=True))]
         with pytest.raises(GenerationError, match="the scheduler ended with status 2"):
             await anext(llm.generate("two"))
