@@ -27,6 +27,8 @@ ROLES = ("scheduler", "executor")
 
 NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
 
+MOST_FAILED_STARTS = 8  # in a row, for which their waits take a minute: a program is not to wait for ever
+
 CLOSED_UNDER_WAY = "the model was closed before all was generated"
 
 Result = TypeVar("Result")
@@ -242,17 +244,26 @@ class LocalEngine:
         """Start again what ends, from now on; end all if one can never start again."""
 
         def watch() -> None:
-            try:
-                while not self._closing.wait(POLL_S):
-                    processes.revive()
-            except ChildRefusedError as error:
+            reason: str | None = None
+            while reason is None and not self._closing.wait(POLL_S):
+                reason = _why_not_revived(processes)
+            if reason is not None:
                 statuses = processes.statuses()
                 processes.stop()
                 log.close()  # all that was said is there
-                self._why_not_running = f"the model is not running any more: {error}: {log.cause(statuses)}"
+                self._why_not_running = f"the model is not running any more: {reason}: {log.cause(statuses)}"
                 self.close()
 
         watcher = threading.Thread(target=watch, name="octavo-watch", daemon=True)
         self._own_threads.append(watcher)
         watcher.start()
         self._resources.callback(watcher.join)
+
+
+def _why_not_revived(processes: Processes) -> str | None:
+    """Start again what has ended; return why that is in vain, if it is."""
+    try:
+        processes.revive()
+    except ChildRefusedError as error:
+        return str(error)
+    return processes.cannot_start(MOST_FAILED_STARTS)

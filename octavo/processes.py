@@ -95,6 +95,7 @@ class Child:
 
     def __init__(self, role: str, start: Callable[[], Sequence[Process]], hang_timeout_s: float) -> None:
         self.role, self._start, self._hang_timeout_s = role, start, hang_timeout_s
+        self.num_failed_starts = 0  # the lives since the last one that began its work: they ended before
         self.processes = start()
         self._started_at_s = time.monotonic()
         self._restart_at_s: float | None = None
@@ -122,6 +123,8 @@ class Child:
             raise ChildRefusedError(f"the {ended}")
         if self._restart_at_s is None:
             end_processes(self.processes)
+            has_worked = any(process.lifeline.has_begun for process in self.processes)
+            self.num_failed_starts = 0 if has_worked else self.num_failed_starts + 1
             lived_s = now_s - self._started_at_s
             wait_s = self._backoff.after(lived_s)
             self._restart_at_s = now_s + wait_s
@@ -190,6 +193,13 @@ class Processes:
     def ended(self) -> str | None:
         """Return which process has ended and how, if there is one."""
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
+
+    def cannot_start(self, num_tries: int) -> str | None:
+        """Return whose last lives, `num_tries` or more, all ended before they began their work, if there is one."""
+        for child in self.children.values():
+            if child.num_failed_starts >= num_tries:
+                return f"the {child.role} has failed to start {child.num_failed_starts} times"
+        return None
 
     def statuses(self) -> list[int]:
         """Return how those ended that did: a status, or the number of a signal below 0."""

@@ -68,7 +68,7 @@ class Lifeline:
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._has_begun = False
+        self.has_begun = False  # whether the child has ever beaten, as far as this end has looked
         self._silence_s = 0.0
         self._looked_s = 0.0
         _of_this_process.add(self)
@@ -92,10 +92,10 @@ class Lifeline:
         Only time in which this process looked counts: where both were frozen and thawed together, the child has done
         nothing wrong.
         """
-        elapsed_s = min(now_s - self._looked_s, LONGEST_TURN_S) if self._has_begun else 0.0
+        elapsed_s = min(now_s - self._looked_s, LONGEST_TURN_S) if self.has_begun else 0.0
         self._looked_s = now_s
         if self._take_beats():
-            self._has_begun, self._silence_s = True, 0.0
+            self.has_begun, self._silence_s = True, 0.0
         else:
             self._silence_s += elapsed_s
         return self._silence_s

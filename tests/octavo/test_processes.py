@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from octavo.errors import ChildRefusedError, LaunchError
+from octavo.launcher import Launcher
 from octavo.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -106,3 +107,30 @@ def test_a_start_that_the_machine_denies_is_said_and_leaves_no_rank(monkeypatch:
     with pytest.raises(LaunchError, match="the executor cannot be started: No such file or directory"):
         processes.start()
     processes.stop()
+
+
+def test_lives_that_end_before_they_beat_are_counted_until_one_does() -> None:
+    beats = "import os, sys; os.write(int(sys.argv[-1]), b'.')"
+    codes = ["pass", "pass", beats, "pass"]
+    processes = Processes(Config(model="m"), ())
+    child = processes.children["executor"] = Child("executor", lambda: [ended_process(codes.pop(0))], 60.0)
+    counts = []
+    for now_s in (1e9, 2e9, 3e9, 4e9):
+        child.revive(now_s)
+        counts.append(child.num_failed_starts)
+        assert processes.cannot_start(2) == (
+            "the executor has failed to start 2 times" if child.num_failed_starts == 2 else None
+        )
+        if codes:
+            child.revive(now_s + LONGEST_BACKOFF_S)
+    assert counts == [1, 2, 0, 1]
+    child.end()
+
+
+def test_a_server_ends_with_a_child_that_refuses_its_next_life() -> None:
+    launcher = Launcher(Config(model="m"))
+    start = [ended_process("raise SystemExit(2)")]
+    launcher.processes.children["executor"] = Child("executor", lambda: start, 60.0)
+    with pytest.raises(LaunchError, match="nothing is served any more: the executor ended with status 2"):
+        launcher._supervise()
+    launcher.processes.stop()
