@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 
 from gateway.app import create_app
@@ -19,7 +20,7 @@ from octavo import AsyncLLM, SamplingParams
 @asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any]]:
     async with AsyncLLM(os.environ.get("MODEL")) as llm:
-        gateway = create_app(llm.config)
+        gateway = create_app(msgspec.structs.replace(llm.config, api_key=()))
         app.mount("/llm", gateway)
         async with gateway.router.lifespan_context(gateway) as state:
             while not state["service"].engine.healthy:  # a moment: the model is there already

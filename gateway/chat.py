@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
 from gateway.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
-from gateway.choices import Choices, Whole, generation_requests
+from gateway.choices import Choices, generation_requests
+from gateway.delta import Whole
 from gateway.engine import Delta, TokenLogprob
 from gateway.errors import RequestError
 from gateway.logprobs import chat_logprobs
@@ -138,8 +139,8 @@ class _Renderer:
         return ChatCompletion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
 
     def _choice(self, index: int, whole: Whole) -> ChatChoice:
-        logprobs = self._logprobs(whole.logprobs)
-        return ChatChoice(index, ChatAnswer(whole.text), logprobs, whole.finish_reason, whole.stop_reason)
+        logprobs = self._logprobs(whole.logprobs or [])
+        return ChatChoice(index, ChatAnswer(whole.text), logprobs, whole.finish_reason or "", whole.stop_reason)
 
     async def events(self, choices: Choices) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._head(), usage=self._usage_wanted, encode=encode)

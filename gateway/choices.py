@@ -2,27 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
-from gateway.engine import Delta, Engine, Generation, GenerationRequest, Overloaded, Refused, TokenLogprob, Unavailable
+from gateway.delta import Delta, Whole
+from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
 from gateway.errors import RequestError, overloaded, unavailable
 from gateway.metrics import Metrics, Observation
 from gateway.openai_responses import PromptTokensDetails, Usage
 from gateway.openai_types import CommonRequest, stop_strings
 from gateway.sampling import for_choice
 from protocol.sampling import SamplingParams
-
-
-@dataclass(slots=True)
-class Whole:
-    """A choice that is complete: its deltas put together."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] | None = None
-    finish_reason: str = ""
-    stop_reason: str | int | None = None
 
 
 class Choices:
@@ -84,17 +72,8 @@ class Choices:
     async def collect(self) -> list[Whole]:
         """Return all choices, complete."""
         wholes = [Whole() for _ in self._generations]
-        texts: list[list[str]] = [[] for _ in wholes]
         async for index, delta in self:
-            whole = wholes[index]
-            texts[index].append(delta.text)
-            whole.token_ids += delta.token_ids
-            whole.logprobs += delta.logprobs or []
-            whole.prompt_logprobs = whole.prompt_logprobs or delta.prompt_logprobs
-            whole.finish_reason = delta.finish_reason or whole.finish_reason
-            whole.stop_reason = delta.stop_reason if delta.finish_reason else whole.stop_reason
-        for whole, parts in zip(wholes, texts, strict=True):
-            whole.text = "".join(parts)
+            wholes[index].add(delta)
         return wholes
 
     def usage(self) -> Usage:

@@ -9,19 +9,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
-from gateway.choices import Choices, Whole, generation_requests
-from gateway.engine import Delta, TokenLogprob
+from gateway.choices import Choices, generation_requests
+from gateway.delta import Delta, TokenLogprob, Whole
 from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
 from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode, system_fingerprint
 from gateway.openai_types import MAX_CHOICES, CompletionRequest, check_common, completion_decoder
-from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params
+from gateway.sampling import (
+    DEFAULT_MAX_TOKENS,
+    check_text_length,
+    check_token_ids,
+    resolve_max_tokens,
+    sampling_params,
+)
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
 from protocol.messages import Ready
 from protocol.sampling import SamplingParams
-
-DEFAULT_MAX_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +164,7 @@ class _Renderer:
 
     def _choice(self, index: int, whole: Whole) -> CompletionChoice:
         echoed = self._echo(index, whole.prompt_logprobs)
-        text, logprobs = whole.text, self._logprobs(index, whole.token_ids, whole.logprobs)
+        text, logprobs = whole.text, self._logprobs(index, whole.token_ids, whole.logprobs or [])
         if echoed:
             text = echoed.text + text
             logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs

@@ -36,6 +36,38 @@ class Delta:
     error: str | None = None
 
 
+class Whole:
+    """What the deltas of one generation come to, so far: as a Delta, of which `add` makes more."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] | None = None
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.num_cached_tokens = 0
+
+    @property
+    def text(self) -> str:
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
+
+    def add(self, delta: Delta) -> None:
+        """Add what is new. The last Delta alone says how it ended, and what was cached."""
+        if delta.text:
+            self._texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs = self.logprobs or []
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.num_cached_tokens = delta.num_cached_tokens
+
+
 def token_logprobs(token_ids: "list[int] | array[int]", packed: Logprobs) -> list[TokenLogprob]:
     """Return one TokenLogprob for each of `token_ids`."""
     width = packed.num_alternatives

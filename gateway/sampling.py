@@ -13,6 +13,7 @@ from gateway.openai_types import CommonRequest
 from protocol.sampling import SamplingParams
 
 MASK_64 = 2**64 - 1
+DEFAULT_MAX_TOKENS = 16  # of a completion
 # Longer text is refused before it is tokenized: no tokenizer's average token comes near.
 MAX_CHARACTERS_PER_TOKEN = 256
 

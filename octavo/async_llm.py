@@ -3,7 +3,8 @@
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
@@ -33,10 +34,10 @@ class AsyncLLM:
         return self._engine.config
 
     async def start(self) -> None:
-        """Return once the model is ready."""
+        """Return once the model is ready. Cancelled, it ends what it has started; it can be called once."""
         try:
             await asyncio.to_thread(self._engine.start)
-        except BaseException:
+        except asyncio.CancelledError:
             await self.close()
             raise
 
@@ -46,15 +47,16 @@ class AsyncLLM:
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield all that the model has said after `prompt` so far, whenever there is more; the last one is `finished`.
 
         `prompt` is one prompt of a form that `LLM.generate` takes. Who stops to iterate ends the generation.
         """
         [sampling] = one_each(sampling_params, 1)
         request = await asyncio.to_thread(self._engine.preparation.of_prompt, prompt, sampling, request_id)
-        async for output in self._engine.stream(request):
-            yield output
+        async with aclosing(self._engine.stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def chat(
         self,
@@ -65,7 +67,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answer to one conversation as `generate` does."""
         [sampling] = one_each(sampling_params, 1)
         request = await asyncio.to_thread(
@@ -77,8 +79,9 @@ class AsyncLLM:
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
         )
-        async for output in self._engine.stream(request):
-            yield output
+        async with aclosing(self._engine.stream(request)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def __aenter__(self) -> "AsyncLLM":
         await self.start()

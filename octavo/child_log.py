@@ -4,6 +4,9 @@ import contextlib
 import os
 import secrets
 import threading
+from collections.abc import Sequence
+
+from protocol.process import PROGRAM, REFUSED
 
 NUM_KEPT_BYTES = 16 << 10
 NUM_SHOWN_LINES = 15
@@ -16,23 +19,27 @@ class ChildLog:
         self._source, self.descriptor = os.pipe()
         self._end = f"\0{secrets.token_hex(16)}\n".encode()
         self._kept = b""
-        self._thread = threading.Thread(target=self._copy, name="octavo-child-log", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._copy, name="octavo-child-log", daemon=True)
+        self.thread.start()
+        self._is_open = True
 
     def close(self) -> None:
-        """Read what is left. To be called once no child lives."""
+        """Read what is left. To be called once no child lives; any number of times."""
+        if not self._is_open:
+            return
+        self._is_open = False
         # The end of the file may never come: a process that the user forked holds the pipe open as well.
         os.write(self.descriptor, self._end)
-        self._thread.join()
+        self.thread.join()
         os.close(self.descriptor)
         os.close(self._source)
 
-    def cause(self) -> str:
-        """Return what the children said last: their one line about why they end if there is one, or all lines."""
+    def cause(self, statuses: Sequence[int]) -> str:
+        """Return what children said last of which some ended with `statuses`: why one refuses, or the last lines."""
         lines = self._kept.decode(errors="replace").splitlines()
-        for line in reversed(lines):
+        for line in reversed(lines) if REFUSED in statuses else ():
             name, colon, reason = line.partition(": ")
-            if colon and name.startswith("python -m "):
+            if colon and name.startswith(PROGRAM):
                 return reason
         return "\n".join(["it said last:", *lines[-NUM_SHOWN_LINES:]]) if lines else "it said nothing"
 

@@ -14,7 +14,7 @@ class LaunchError(RuntimeError):
 
 
 class ChildRefusedError(LaunchError):
-    """A process does not start, and has said why in one paragraph: there is nothing to add."""
+    """A process does not start, or not again, and has said why in one paragraph: there is nothing to add."""
 
 
 class GenerationError(RuntimeError):

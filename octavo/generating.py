@@ -49,10 +49,7 @@ class Generating:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._num_places, len(work))):
                     group.create_task(work_off())
-        return [
-            output_of(request, its_answers, self._tokenizer)
-            for request, its_answers in zip(requests, answers, strict=True)
-        ]
+        return [output_of(request, its_answers) for request, its_answers in zip(requests, answers, strict=True)]
 
     async def deliver(self, request: PreparedRequest, deliver: Callable[[tuple[int, Delta]], object]) -> None:
         """Hand what each sequence of `request` gives to `deliver`, with its index, as it comes.
@@ -94,9 +91,9 @@ def collected(request: PreparedRequest, tokenizer: Tokenizer) -> list[Collected]
     return [Collected(index, tokenizer) for index in range(len(request.sequences))]
 
 
-def output_of(request: PreparedRequest, answers: Sequence[Collected], tokenizer: Tokenizer) -> RequestOutput:
+def output_of(request: PreparedRequest, answers: Sequence[Collected]) -> RequestOutput:
     """Return what there is of the answers to `request`."""
-    return request_output(request.request_id, request.prompt, request.prompt_token_ids, answers, tokenizer)
+    return request_output(request.request_id, request.prompt, request.prompt_token_ids, answers)
 
 
 @contextmanager

@@ -25,7 +25,8 @@ ROLES = ("scheduler", "executor", "gateway")
 class Launcher:
     """The three roles of one server on one machine, until a signal.
 
-    Before the server is ready, a child that ends stops everything (it has said why); afterwards it is restarted.
+    Before the server is ready, a child that ends stops everything (it has said why); afterwards it is restarted,
+    unless it ends with REFUSED: what it refuses then, it would refuse again.
     """
 
     def __init__(self, config: Config) -> None:
@@ -34,7 +35,10 @@ class Launcher:
         self.stopping = False
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM. Raises LaunchError if a process ends before the server is ready."""
+        """Serve until SIGINT or SIGTERM.
+
+        Raises LaunchError if a process ends before the server is ready, or later says that it cannot start again.
+        """
         with _signals(self._request_stop):
             try:
                 self.processes.start()
@@ -58,7 +62,10 @@ class Launcher:
 
     def _supervise(self) -> None:
         while not self.stopping:
-            self.processes.revive()
+            try:
+                self.processes.revive()
+            except ChildRefusedError as error:
+                raise LaunchError(f"nothing is served any more: {error}, and says why above") from None
             time.sleep(POLL_S)
 
     def _stop(self) -> None:

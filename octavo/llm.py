@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from octavo.local_engine import LocalEngine, result
+from octavo.local_engine import LocalEngine
 from octavo.outputs import RequestOutput
 from octavo.preparation import (
     Conversation,
@@ -101,7 +101,7 @@ class LLM:
     def _complete(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
         shows = use_tqdm and len(requests) > 1
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not shows) as bar:
-            return result(self._engine.submit(self._engine.generating.complete(requests, bar.update)))
+            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, bar.update)))
 
 
 def _each(

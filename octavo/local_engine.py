@@ -5,7 +5,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -15,23 +15,31 @@ from gateway.delta import Delta
 from gateway.engine import Engine, scheduler_clients
 from gateway.model_files import ModelFiles, read_model_files
 from octavo.child_log import ChildLog
-from octavo.errors import GenerationError, LaunchError
+from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
 from octavo.generating import Generating, collected, output_of
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
 from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
-from octavo.resolve import resolve_model
+from octavo.resolve import resolve_model_of
 from protocol.config import Config
 
 ROLES = ("scheduler", "executor")
 
 NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
 
+MOST_FAILED_STARTS = 8  # in a row, for which their waits take a minute: a program is not to wait for ever
+
+CLOSED_UNDER_WAY = "the model was closed before all was generated"
+
 Result = TypeVar("Result")
 
 
 class _EndedEarlyError(Exception):
-    """A child ended before the model was ready; says which and how."""
+    """A child ended before the model was ready; says which and how, also in statuses."""
+
+    def __init__(self, said: str, statuses: Sequence[int]) -> None:
+        super().__init__(said)
+        self.statuses = statuses
 
 
 class LocalEngine:
@@ -50,34 +58,37 @@ class LocalEngine:
         self._begun = False
         self._owner = os.getpid()
         self._resources = ExitStack()
+        self._changing = threading.RLock()  # held while resources are acquired or let go: who closes waits for a start
+        self._own_threads: list[threading.Thread] = []
         self._closing = threading.Event()
         self._lock = threading.RLock()  # nothing is submitted to a thread that was told to end
+        self._why_not_running = NOT_RUNNING
 
     def start(self) -> None:
         """Return once the model is ready.
 
-        Raises ValueError if it or a setting cannot be, LaunchError with the cause if it does not start: no process is
-        left then.
+        Raises ModelError, a ValueError, if it or a setting cannot be, LaunchError with the cause if it does not start,
+        GenerationError if it was closed before: no process is left then. One that was started before stays as it is.
         """
-        if self._begun:
-            raise GenerationError("a model is started once: make another")
-        self._begun = True
-        log = ChildLog()
-        self._resources.callback(log.close)
-        try:
-            self._start(log)
-        except _EndedEarlyError as error:
-            self.close()
-            raise LaunchError(f"{error}: {log.cause()}") from None
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:
+            if self._begun:
+                raise GenerationError("a model is started once: make another")
+            self._begun = True
+        with self._changing:
+            try:
+                self._start()
+            except OSError as error:
+                self.close()
+                raise LaunchError(f"the model cannot be started: {error}") from None
+            except BaseException:
+                self.close()
+                raise
 
     @property
     def preparation(self) -> Preparation:
         """What makes requests for the model. Raises GenerationError while it is not running."""
         if self._preparation is None or self._closing.is_set():
-            raise GenerationError(NOT_RUNNING)
+            raise GenerationError(self._why_not_running)
         return self._preparation
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
@@ -85,7 +96,7 @@ class LocalEngine:
         with self._lock:
             if self._thread is None or self._closing.is_set() or os.getpid() != self._owner:
                 work.close()
-                raise GenerationError(NOT_RUNNING)
+                raise GenerationError(self._why_not_running)
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def complete(self, request: PreparedRequest) -> RequestOutput:
@@ -95,10 +106,24 @@ class LocalEngine:
         """
         future = self.submit(self.generating.complete([request], lambda: None))
         await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
-        [output] = result(future)
+        [output] = self.result(future)
         return output
 
-    async def stream(self, request: PreparedRequest) -> AsyncIterator[RequestOutput]:
+    def result(self, future: "concurrent.futures.Future[Result]") -> Result:
+        """Wait for what was submitted; abort it if this thread is interrupted.
+
+        Raises what the work raises, and GenerationError, with the reason, if the engine ends before it is done.
+        """
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            reason = self._why_not_running
+            raise GenerationError(CLOSED_UNDER_WAY if reason is NOT_RUNNING else reason) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
         """Yield what there is of `request` whenever there is more, in the caller's event loop."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, Delta] | concurrent.futures.Future[None]] = asyncio.Queue()
@@ -120,51 +145,71 @@ class LocalEngine:
                     items.append(arrived.get_nowait())
                 for item in items:
                     if isinstance(item, concurrent.futures.Future):
-                        result(item)
+                        self.result(item)
                     else:
                         index, delta = item
                         answers[index].add(delta)
-                yield output_of(request, answers, self.files.tokenizer)
+                yield output_of(request, answers)
         finally:
             future.cancel()
 
     def close(self) -> None:
-        """End all: what is under way is aborted, no process or thread is left. Any number of times."""
+        """End all: what is under way is aborted, no process or thread is left. Any number of times, in any thread.
+
+        A start that is under way in another thread gives up first.
+        """
         if os.getpid() != self._owner:  # a fork has none of the threads, and its parent's children
             return
-        if threading.current_thread() is self._thread:  # as a garbage collection may have it
+        if threading.current_thread() in self._own_threads:  # as a garbage collection may have it
             threading.Thread(target=self.close, name="octavo-close").start()
             return
         with self._lock:
             self._closing.set()
-        self._resources.close()
+        with self._changing:
+            self._resources.close()
 
-    def _start(self, log: ChildLog) -> None:
+    def _start(self) -> None:
+        """Start all; after each step that takes time, see whether it is still wanted."""
+        self._require_open()
+        log = ChildLog()
+        self._own_threads.append(log.thread)
+        self._resources.callback(log.close)
+        self._resolve()
+        self._require_open()
+        processes = Processes(self.config, ROLES, stderr=log.descriptor)
+        self._resources.callback(processes.stop)
+        processes.start()
+        self._require_open()
+        self.files = self._read_files()  # meanwhile
+        self._resources.callback(self.files.tokenizer.close)
+        self._require_open()
+        try:
+            self._wait_until_ready(processes, self._start_thread())
+        except _EndedEarlyError as error:
+            self.close()
+            raise LaunchError(f"{error}: {log.cause(error.statuses)}") from None
+        self._watch(processes, log)
+
+    def _resolve(self) -> None:
         config = self.config
-        model = resolve_model(
-            config.model or None,
-            trust_remote_code=config.trust_remote_code,
-            needs_weights=config.load_format != "dummy",
-            use_modelscope=config.use_modelscope,
-        )
+        model = resolve_model_of(config)
         self.config = msgspec.structs.replace(
             with_sockets_in(self._resources.enter_context(socket_directory()), config),
             model=str(model.directory),
             served_model_name=config.served_model_name or (model.served_name,),
         )
-        processes = Processes(self.config, ROLES, stderr=log.descriptor)
-        self._resources.callback(processes.stop)
-        processes.start()
-        self.files = read_model_files(self.config)  # meanwhile
-        self._resources.callback(self.files.tokenizer.close)
-        engine = self._start_thread()
-        self._wait_until_ready(processes, engine)
-        self._watch(processes)
+
+    def _read_files(self) -> ModelFiles:
+        try:
+            return read_model_files(self.config)
+        except (OSError, ValueError) as error:
+            raise ModelError(str(error)) from None
 
     def _start_thread(self) -> Engine:
         """Return the engine, once it is open in a thread of its own."""
         opened: concurrent.futures.Future[tuple[Engine, asyncio.Event]] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, args=(opened,), name="octavo-engine", daemon=True)
+        self._own_threads.append(self._thread)
         self._thread.start()
         engine, stopping = opened.result()
         self._resources.callback(self._thread.join)
@@ -194,7 +239,8 @@ class LocalEngine:
     def _wait_until_ready(self, processes: Processes, engine: Engine) -> None:
         while (ready := engine.ready) is None or not engine.healthy:
             if ended := processes.ended():
-                raise _EndedEarlyError(why_ended_early(ended, processes.statuses()))
+                statuses = processes.statuses()
+                raise _EndedEarlyError(why_ended_early(ended, statuses), statuses)
             self._closing.wait(POLL_S)
             self._require_open()
         self._require_open()
@@ -204,24 +250,30 @@ class LocalEngine:
         if self._closing.is_set():
             raise GenerationError("the model was closed before it was ready")
 
-    def _watch(self, processes: Processes) -> None:
-        """Start again what ends, from now on."""
+    def _watch(self, processes: Processes, log: ChildLog) -> None:
+        """Start again what ends, from now on; end all if one can never start again."""
 
         def watch() -> None:
-            while not self._closing.wait(POLL_S):
-                processes.revive()
+            reason: str | None = None
+            while reason is None and not self._closing.wait(POLL_S):
+                reason = _why_not_revived(processes)
+            if reason is not None:
+                statuses = processes.statuses()
+                processes.stop()
+                log.close()  # all that was said is there
+                self._why_not_running = f"the model is not running any more: {reason}: {log.cause(statuses)}"
+                self.close()
 
         watcher = threading.Thread(target=watch, name="octavo-watch", daemon=True)
+        self._own_threads.append(watcher)
         watcher.start()
         self._resources.callback(watcher.join)
 
 
-def result(future: "concurrent.futures.Future[Result]") -> Result:
-    """Wait for `future`; abort it if this thread is interrupted. Raises GenerationError if the engine was closed."""
+def _why_not_revived(processes: Processes) -> str | None:
+    """Start again what has ended; return why that is in vain, if it is."""
     try:
-        return future.result()
-    except concurrent.futures.CancelledError:
-        raise GenerationError("the model was closed before all was generated") from None
-    except BaseException:
-        future.cancel()
-        raise
+        processes.revive()
+    except ChildRefusedError as error:
+        return str(error)
+    return processes.cannot_start(MOST_FAILED_STARTS)

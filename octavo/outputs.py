@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.delta import Delta, TokenLogprob
+from gateway.delta import Delta, TokenLogprob, Whole
 from gateway.tokenizer import Tokenizer
 
 
@@ -62,54 +62,58 @@ class RequestOutput:
 
 
 class Collected:
-    """What has come of one answer so far."""
+    """What has come of one answer so far. What an output takes is made of each delta once, and shared by outputs."""
 
     def __init__(self, index: int, tokenizer: Tokenizer) -> None:
         self.index, self._tokenizer = index, tokenizer
-        self._texts: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprob] | None = None
-        self._stop_reason: str | int | None = None
-        self.finish_reason: str | None = None
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.num_cached_tokens: int | None = None
+        self._whole = Whole()
+        self._logprobs: list[Alternatives] | None = None
+        self._cumulative_logprob = 0.0
+        self.prompt_logprobs: list[Alternatives | None] | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self._whole.finish_reason
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._whole.num_cached_tokens
 
     def add(self, delta: Delta) -> None:
-        self._texts.append(delta.text)
-        self._token_ids += delta.token_ids
+        self._whole.add(delta)
         if delta.logprobs is not None:
-            self._logprobs = (self._logprobs or []) + delta.logprobs
-        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
-        self.finish_reason, self._stop_reason = delta.finish_reason, delta.stop_reason
-        self.num_cached_tokens = delta.num_cached_tokens
+            self._logprobs = self._logprobs or []
+            self._logprobs += [_alternatives(token, self._tokenizer) for token in delta.logprobs]
+            self._cumulative_logprob += sum(token.logprob for token in delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = [
+                None if token is None else _alternatives(token, self._tokenizer) for token in delta.prompt_logprobs
+            ]
 
     def output(self) -> CompletionOutput:
-        logprobs = self._logprobs
+        whole, logprobs = self._whole, self._logprobs
         return CompletionOutput(
             self.index,
-            "".join(self._texts),
-            list(self._token_ids),
-            None if logprobs is None else [_alternatives(token, self._tokenizer) for token in logprobs],
-            None if logprobs is None else sum(token.logprob for token in logprobs),
-            self.finish_reason,
-            self._stop_reason,
+            whole.text,
+            list(whole.token_ids),
+            None if logprobs is None else list(logprobs),
+            None if logprobs is None else self._cumulative_logprob,
+            whole.finish_reason,
+            whole.stop_reason,
         )
 
 
 def request_output(
-    request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: Sequence[Collected], tokenizer: Tokenizer
+    request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: Sequence[Collected]
 ) -> RequestOutput:
     """Return what there is of all the answers to a prompt."""
-    prompt_logprobs = answers[0].prompt_logprobs
     return RequestOutput(
         request_id,
         prompt,
         prompt_token_ids,
         [answer.output() for answer in answers],
         answers[0].num_cached_tokens,
-        None
-        if prompt_logprobs is None
-        else [None if token is None else _alternatives(token, tokenizer) for token in prompt_logprobs],
+        answers[0].prompt_logprobs,
         all(answer.finish_reason is not None for answer in answers),
     )
 

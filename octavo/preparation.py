@@ -13,12 +13,18 @@ import msgspec
 from gateway.body import invalid_field
 from gateway.chat import check_chat, render_chat
 from gateway.choices import generation_requests
-from gateway.completions import DEFAULT_MAX_TOKENS
 from gateway.engine import GenerationRequest
 from gateway.errors import RequestError
 from gateway.model_files import ModelFiles
 from gateway.openai_types import ChatRequest
-from gateway.sampling import check_text_length, check_token_ids, resolve_max_tokens, sampling_params, unsigned_seed
+from gateway.sampling import (
+    DEFAULT_MAX_TOKENS,
+    check_text_length,
+    check_token_ids,
+    resolve_max_tokens,
+    sampling_params,
+    unsigned_seed,
+)
 from octavo.sampling_params import SamplingParams
 from protocol import sampling
 from protocol.messages import Ready

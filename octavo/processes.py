@@ -9,16 +9,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
 import msgspec
 
-from octavo.errors import LaunchError
+from octavo.errors import ChildRefusedError, LaunchError
 from octavo.shadows import shadowed_in_children
 from protocol.config import Config, child_environ
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
+from protocol.process import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Child:
 
     def __init__(self, role: str, start: Callable[[], Sequence[Process]], hang_timeout_s: float) -> None:
         self.role, self._start, self._hang_timeout_s = role, start, hang_timeout_s
+        self.num_failed_starts = 0  # the lives since the last one that began its work: they ended before
         self.processes = start()
         self._started_at_s = time.monotonic()
         self._restart_at_s: float | None = None
@@ -110,27 +112,43 @@ class Child:
     def revive(self, now_s: float) -> None:
         """End it if it hangs; start it again if it has ended, after a wait that grows while its lives are short.
 
-        To be called often.
+        To be called often. Raises ChildRefusedError if it has ended because settings or model cannot be used, which no
+        further life would mend.
         """
         self._end_hung(now_s)
         ended = self.ended()
         if ended is None:
             return
+        if REFUSED in (process.poll() for process in self.processes):
+            raise ChildRefusedError(f"the {ended}")
         if self._restart_at_s is None:
             end_processes(self.processes)
+            has_worked = any(process.lifeline.has_begun for process in self.processes)
+            self.num_failed_starts = 0 if has_worked else self.num_failed_starts + 1
             lived_s = now_s - self._started_at_s
             wait_s = self._backoff.after(lived_s)
             self._restart_at_s = now_s + wait_s
             logger.error("the %s after %.0f s; it starts again in %.1f s", ended, lived_s, wait_s)
         elif now_s >= self._restart_at_s:
-            self._close()
-            self.processes = self._start()
-            self._started_at_s, self._restart_at_s = time.monotonic(), None
+            self._restart(now_s)
 
     def end(self) -> None:
         """End its processes: ask, and kill what has not ended in time."""
         end_processes(self.processes)
         self._close()
+
+    def _restart(self, now_s: float) -> None:
+        """Begin the next life, or try again later: a machine that lacks processes or memory may have them soon."""
+        try:
+            processes = self._start()
+        except OSError as error:
+            wait_s = self._backoff.after(0.0)
+            self._restart_at_s = now_s + wait_s
+            logger.error("the %s cannot be started: %s; tried again in %.1f s", self.role, error.strerror, wait_s)
+            return
+        self._close()  # what has ended is looked at until there is another
+        self.processes = processes
+        self._started_at_s, self._restart_at_s = time.monotonic(), None
 
     def _end_hung(self, now_s: float) -> None:
         for rank, process in enumerate(self.processes):
@@ -160,15 +178,28 @@ class Processes:
         self._num_executor_lives = 0
 
     def start(self) -> None:
-        """Start all. Raises LaunchError or OSError; what began has to be stopped also then."""
+        """Start all. Raises LaunchError; what began has to be stopped also then."""
         if shadowed := shadowed_in_children(PACKAGES, os.environ.get("PYTHONPATH", "")):
             raise LaunchError(shadowed)
         for role in self._roles:
-            self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
+            try:
+                self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
+            except OSError as error:
+                raise LaunchError(
+                    f"the {role} cannot be started: {error.strerror}. `ulimit -a` shows what this user may have: "
+                    "processes, open files, memory"
+                ) from None
 
     def ended(self) -> str | None:
         """Return which process has ended and how, if there is one."""
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
+
+    def cannot_start(self, num_tries: int) -> str | None:
+        """Return whose last lives, `num_tries` or more, all ended before they began their work, if there is one."""
+        for child in self.children.values():
+            if child.num_failed_starts >= num_tries:
+                return f"the {child.role} has failed to start {child.num_failed_starts} times"
+        return None
 
     def statuses(self) -> list[int]:
         """Return how those ended that did: a status, or the number of a signal below 0."""
@@ -176,7 +207,10 @@ class Processes:
         return [status for process in processes if (status := process.poll()) is not None]
 
     def revive(self) -> None:
-        """Start again what has ended, each after its wait. To be called every POLL_S."""
+        """Start again what has ended, each after its wait. To be called every POLL_S.
+
+        Raises ChildRefusedError if one says that settings or model cannot be used.
+        """
         for child in self.children.values():
             child.revive(time.monotonic())
 
@@ -190,7 +224,14 @@ class Processes:
         if role != "executor":
             return [self._start_process(role, self.config)]
         self._num_executor_lives += 1
-        return [self._start_process(role, config) for config in rank_configs(self.config, self._num_executor_lives)]
+        with ExitStack() as unless_all_start:
+            ranks = []
+            for config in rank_configs(self.config, self._num_executor_lives):
+                ranks.append(rank := self._start_process(role, config))
+                unless_all_start.callback(rank.lifeline.close)
+                unless_all_start.callback(end_processes, [rank])
+            unless_all_start.pop_all()
+        return ranks
 
     def _start_process(self, role: str, config: Config) -> Process:
         environ = child_environ(config, os.environ, secrets=role == "gateway")
@@ -244,9 +285,16 @@ def with_sockets_in(directory: Path, config: Config) -> Config:
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server."""
+    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server.
+
+    Raises LaunchError if none can be made.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(tempfile.mkdtemp(prefix="octavo-", dir=base if base and os.access(base, os.W_OK) else "/tmp"))
+    parent = base if base and os.access(base, os.W_OK) else "/tmp"
+    try:
+        path = Path(tempfile.mkdtemp(prefix="octavo-", dir=parent))
+    except OSError as error:
+        raise LaunchError(f"no directory for sockets can be made in {parent}: {error.strerror}") from None
     try:
         yield path
     finally:

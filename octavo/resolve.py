@@ -12,6 +12,7 @@ from octavo.errors import ModelError
 from octavo.hub import download_settings, download_snapshot
 from octavo.modelscope import download_from_modelscope
 from octavo.tokenizer import with_tokenizer_json
+from protocol.config import Config
 
 # Counts up when the same GGUF file gives another directory.
 CONVERSION = 2
@@ -44,6 +45,16 @@ def resolve_model(
     directory = _locate(model, trust_remote_code, needs_weights, use_modelscope)
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=needs_weights)
     return ResolvedModel(with_tokenizer_json(directory, model, trust_remote_code), model)
+
+
+def resolve_model_of(config: Config) -> ResolvedModel:
+    """Do what `resolve_model` does for the model that `config` names."""
+    return resolve_model(
+        config.model or None,
+        trust_remote_code=config.trust_remote_code,
+        needs_weights=config.load_format != "dummy",
+        use_modelscope=config.use_modelscope,
+    )
 
 
 def pull(model: str | None = None, *, trust_remote_code: bool = False, use_modelscope: bool = False) -> Path:

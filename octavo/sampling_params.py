@@ -12,6 +12,7 @@ from msgspec import Meta
 from gateway.body import invalid_field
 from gateway.errors import RequestError
 from gateway.openai_types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
+from gateway.sampling import DEFAULT_MAX_TOKENS
 from protocol.config import nearest
 
 
@@ -33,6 +34,7 @@ NOT_SAMPLING = frozenset(
 HINTS = typing.get_type_hints(SamplingRequest, include_extras=True)
 NAMES = tuple(name for name in HINTS if name not in NOT_SAMPLING)  # some of which are only refused
 MARKS = {name: getattr(HINTS[name], "__metadata__", ()) for name in NAMES}
+DEFAULTS = {"max_tokens": DEFAULT_MAX_TOKENS}  # as one sees it that was not given; of all others, None
 HONOURED = tuple(name for name in NAMES if not any(isinstance(mark, OnlyNeutral) for mark in MARKS[name]))
 
 
@@ -47,10 +49,7 @@ class SamplingParams:
     """
 
     __signature__ = inspect.Signature(
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=16 if name == "max_tokens" else None)
-            for name in HONOURED
-        ]
+        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(name)) for name in HONOURED]
     )
 
     request: SamplingRequest
@@ -69,6 +68,8 @@ class SamplingParams:
         return "max_tokens" in self._given and self._given["max_tokens"] is None
 
     def __getattr__(self, name: str) -> Any:
+        if name in DEFAULTS and name not in self._given:
+            return DEFAULTS[name]
         if name in NAMES:
             return getattr(self.request, name)
         raise AttributeError(f"SamplingParams has no field {name!r}{nearest(name, HONOURED)}")

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from octavo.errors import LaunchError
+from octavo.errors import ChildRefusedError, LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
 from protocol.process import REFUSED
 
@@ -31,11 +31,12 @@ def supervise(command: Sequence[str], hang_timeout_s: float, stop_grace_s: float
     """
     adopt_orphans()
     with _signals() as signals:
-        child = Child(f"process {shlex.join(command)}", lambda: [_start(command)], hang_timeout_s)
+        child = _started(command, hang_timeout_s)
         while not signals.asked:
-            if child.processes[0].poll() == REFUSED:
+            try:
+                child.revive(time.monotonic())
+            except ChildRefusedError:
                 return REFUSED
-            child.revive(time.monotonic())
             process = child.processes[0]
             signals.wait(LOOK_S if process.returncode is None else POLL_S)
             reap_orphans(process.pid)
@@ -91,9 +92,9 @@ def _signals() -> Iterator[Signals]:
             os.close(end)
 
 
-def _start(command: Sequence[str]) -> Process:
+def _started(command: Sequence[str], hang_timeout_s: float) -> Child:
     try:
-        return Process(command)
+        return Child(f"process {shlex.join(command)}", lambda: [Process(command)], hang_timeout_s)
     except OSError as error:
         raise LaunchError(f"cannot run {command[0]}: {error.strerror}") from None
 

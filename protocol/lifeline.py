@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 LIFELINE_FLAG = "--lifeline-fd"
@@ -49,15 +50,28 @@ class Heart:
         os._exit(1)
 
 
+# A fork has copies of its parent's ends, which would keep children alive when the parent itself is gone.
+_of_this_process: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
+
+
+def _close_copies() -> None:
+    for lifeline in list(_of_this_process):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_copies)
+
+
 class Lifeline:
     """The parent's end, and until `release` the child's too: `fd` is for the child to inherit."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self._has_begun = False
+        self.has_begun = False  # whether the child has ever beaten, as far as this end has looked
         self._silence_s = 0.0
         self._looked_s = 0.0
+        _of_this_process.add(self)
 
     @property
     def fd(self) -> int:
@@ -78,10 +92,10 @@ class Lifeline:
         Only time in which this process looked counts: where both were frozen and thawed together, the child has done
         nothing wrong.
         """
-        elapsed_s = min(now_s - self._looked_s, LONGEST_TURN_S) if self._has_begun else 0.0
+        elapsed_s = min(now_s - self._looked_s, LONGEST_TURN_S) if self.has_begun else 0.0
         self._looked_s = now_s
         if self._take_beats():
-            self._has_begun, self._silence_s = True, 0.0
+            self.has_begun, self._silence_s = True, 0.0
         else:
             self._silence_s += elapsed_s
         return self._silence_s

@@ -21,6 +21,7 @@ from protocol.suggestions import suggestion
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
 CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")  # what would move a cursor, or worse: a mark
 REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
+PROGRAM = "python -m "  # how that paragraph begins, before the process's name and a colon
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -49,7 +50,7 @@ def start_process(
     It has flags for the `fields` that it reads; variables may name all others too, which are for its peers. Ends the
     process with status 2 and one line if a setting is wrong.
     """
-    parser = ArgumentParser(prog=f"python -m {name}", description=description)
+    parser = ArgumentParser(prog=f"{PROGRAM}{name}", description=description)
     add_flags(parser, (*fields, "log_level"))
     parser.add_argument(LIFELINE_FLAG, type=int, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args(argv))
@@ -76,7 +77,7 @@ def inherited_heart(fd: int | None) -> Heart:
 
 def refuse(name: str, reason: Exception | str) -> int:
     """Say in one paragraph why the process does not start, and return its exit status."""
-    print(f"python -m {name}: {paragraph(reason)}", file=sys.stderr)
+    print(f"{PROGRAM}{name}: {paragraph(reason)}", file=sys.stderr)
     return REFUSED
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
 from octavo.dry_run import dry_run
 from octavo.launcher import listening_port, metrics_listening_port, serve
-from octavo.resolve import resolve_model
+from octavo.resolve import resolve_model_of
 from octavo.settings import refuse_launcher_fields
 from protocol.config import add_flags
 from protocol.lifeline import LIFELINE_FLAG
@@ -38,12 +38,7 @@ def run(flags: Mapping[str, Any]) -> int:
     inherited_heart(flags["lifeline_fd"]).end_with_parent()
     listening_port(config)
     metrics_listening_port(config)
-    resolved = resolve_model(
-        config.model or None,
-        trust_remote_code=config.trust_remote_code,
-        needs_weights=config.load_format != "dummy",
-        use_modelscope=config.use_modelscope,
-    )
+    resolved = resolve_model_of(config)
     serve(config, resolved.directory, resolved.served_name)
     return 0
 

@@ -4,8 +4,10 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
-from octavo.errors import LaunchError
+from octavo.errors import GenerationError, LaunchError, ModelError
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
 
@@ -165,17 +167,27 @@ def test_batches_in_new_event_loops(models: Models) -> None:
 
 
 async def test_streams_grow_and_run_at_the_same_time(models: Models) -> None:
-    params = SamplingParams(max_tokens=240, ignore_eos=True, n=2, top_k=0)
-    stream = models.asynchronous.generate("long", params, request_id="mine")
-    first = await anext(stream)
-    short = [output async for output in models.asynchronous.chat([{"role": "user", "content": "short"}], GREEDY)]
-    rest = [output async for output in stream]
-    assert short[-1].finished
-    assert not rest[0].finished, "the long one waited for the short one"
-    texts = [output.outputs[0].text for output in (first, *rest)]
-    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
-    assert rest[-1].request_id == "mine"
-    assert [len(answer.token_ids) for answer in rest[-1].outputs] == [240, 240]
+    params = SamplingParams(max_tokens=240, ignore_eos=True, n=2, top_k=0, logprobs=1)
+    outputs: list[RequestOutput] = []
+    has_begun = asyncio.Event()
+
+    async def read() -> None:
+        async for output in models.asynchronous.generate("long", params, request_id="mine"):
+            outputs.append(output)
+            has_begun.set()
+
+    reading = asyncio.create_task(read())
+    await has_begun.wait()
+    async for _ in models.asynchronous.chat([{"role": "user", "content": "short"}], GREEDY):
+        pass
+    assert not outputs[-1].finished, "the short one waited for the long one"
+    await reading
+    for earlier, later in itertools.pairwise(output.outputs[0] for output in outputs):
+        assert later.text.startswith(earlier.text)
+        assert later.logprobs[: len(earlier.logprobs)] == earlier.logprobs
+        assert len(earlier.logprobs) == len(earlier.token_ids)
+    assert outputs[-1].request_id == "mine"
+    assert [len(answer.token_ids) for answer in outputs[-1].outputs] == [240, 240]
 
 
 async def test_generations_go_on_over_the_death_of_both_processes(models: Models) -> None:
@@ -193,6 +205,59 @@ async def test_generations_go_on_over_the_death_of_both_processes(models: Models
         victim.kill()
     [disturbed] = [output async for output in stream if output.finished]
     assert disturbed.outputs == undisturbed.outputs
+
+
+async def test_a_second_start_is_refused_and_ends_nothing(models: Models) -> None:
+    with pytest.raises(GenerationError, match="a model is started once"):
+        await models.asynchronous.start()
+    assert [output async for output in models.asynchronous.generate("still here", GREEDY)][-1].finished
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(model: Path) -> None:
+    before, threads = psutil.Process().children(), set(threading.enumerate())
+    starting = asyncio.create_task(AsyncLLM(model, **SETTINGS).start())
+    while psutil.Process().children() == before:
+        await asyncio.sleep(0.001)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert psutil.Process().children() == before
+    assert not {thread for thread in set(threading.enumerate()) - threads if thread.name.startswith("octavo")}
+
+
+async def test_a_process_that_refuses_its_next_life_ends_what_waits_for_it(model: Path) -> None:
+    before = psutil.Process().children()
+    async with AsyncLLM(model, **SETTINGS) as llm:
+        sockets = Path(llm.config.frontend_address.removeprefix("ipc://")).parent
+        children = [child for child in psutil.Process().children() if child not in before]
+        sockets.chmod(0o755)  # where no scheduler would make its own
+        next(child for child in children if "scheduler" in child.cmdline()).kill()
+        with pytest.raises(
+            GenerationError, match=f"the scheduler ended with status 2: {sockets} must belong to this user"
+        ):
+            [output async for output in llm.generate("one", SamplingParams(max_tokens=240, ignore_eos=True))]
+        with pytest.raises(GenerationError, match="the scheduler ended with status 2"):
+            await anext(llm.generate("two"))
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "damage", "said"),
+    [
+        ({"generation_config": "/nowhere"}, None, "'/nowhere' is not a directory with generation_config.json"),
+        ({}, "tokenizer.json", r"tokenizer.json cannot be used"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_a_model_error(
+    model: Path, tmp_path: Path, settings: dict[str, str], damage: str | None, said: str
+) -> None:
+    before = psutil.Process().children()
+    if damage is not None:
+        model = Path(shutil.copytree(model, tmp_path / "model"))
+        (model / damage).write_text("{}")
+    with pytest.raises(ModelError, match=said):
+        LLM(model, **settings, **SETTINGS)
+    assert psutil.Process().children() == before
 
 
 async def test_a_failed_start_says_why_in_the_childs_words(model: Path) -> None:
@@ -247,7 +312,8 @@ def test_examples_run(example: str, model: Path, tmp_path: Path) -> None:
 
 
 def test_the_gateway_inside_a_fastapi_application(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (SETTINGS | {"model": str(model), "served_model_name": "tiny"}).items():
+    variables = {"model": str(model), "served_model_name": "tiny", "api_key": "of another server"}
+    for name, value in (SETTINGS | variables).items():
         monkeypatch.setenv(f"OCTAVO_{name.upper()}", str(value))
     spec = spec_from_file_location("fastapi_app", ROOT / "examples" / "fastapi_app.py")
     assert spec is not None

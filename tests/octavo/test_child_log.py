@@ -23,15 +23,16 @@ def test_all_is_passed_on_and_the_one_line_of_who_refuses_is_the_cause(capfd: py
     written = b"10:00:00 I executor: import\npython -m executor: there is no room: make some\n"
     log = log_of(written, b"10:00:01 I scheduler: bye\n")
     assert capfd.readouterr().err == written.decode() + "10:00:01 I scheduler: bye\n"
-    assert log.cause() == "there is no room: make some"
+    assert log.cause([0, 2]) == "there is no room: make some"
+    assert log.cause([1]).startswith("it said last:\n10:00:00 I executor: import\n")
 
 
 def test_without_such_a_line_the_last_lines_are(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [f"line {number}" for number in range(5000)]
-    cause = log_of("\n".join(lines).encode()).cause()
+    cause = log_of("\n".join(lines).encode()).cause([2])
     assert cause.splitlines() == ["it said last:", *lines[-15:]]
     assert len(capfd.readouterr().err.splitlines()) == 5000
 
 
 def test_silence_is_said_too() -> None:
-    assert log_of().cause() == "it said nothing"
+    assert log_of().cause([1]) == "it said nothing"

@@ -165,7 +165,7 @@ async def test_log_probabilities_have_vllms_shape(files: ModelFiles, address: st
     assert answer.token_ids == computed_reply(submit)
     assert [next(iter(alternatives)) for alternatives in answer.logprobs] == answer.token_ids
     own = [alternatives[token_id] for alternatives, token_id in zip(answer.logprobs, answer.token_ids, strict=True)]
-    assert answer.cumulative_logprob == sum(token.logprob for token in own)
+    assert answer.cumulative_logprob == pytest.approx(sum(token.logprob for token in own))
     assert [token.decoded_token for token in own] == [files.tokenizer.token_text(each) for each in answer.token_ids]
     assert all(len(alternatives) in (2, 3) for alternatives in answer.logprobs)
     assert output.prompt_logprobs[0] is None

@@ -1,9 +1,13 @@
+import errno
+import os
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from octavo.errors import ChildRefusedError, LaunchError
+from octavo.launcher import Launcher
 from octavo.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -11,8 +15,10 @@ from octavo.processes import (
     Backoff,
     Child,
     Process,
+    Processes,
     end_processes,
 )
+from protocol.config import Config
 
 
 def ended_process(code: str) -> Process:
@@ -75,3 +81,69 @@ def test_who_does_not_end_when_asked_is_killed() -> None:
         end_processes([process], grace_s=0.05)
         assert process.returncode == -signal.SIGKILL
         process.lifeline.close()
+
+
+def test_a_life_that_cannot_begin_is_tried_again_after_a_longer_wait(caplog: pytest.LogCaptureFixture) -> None:
+    outcomes: list[int | None] = [None, errno.EAGAIN, errno.EAGAIN, None]
+
+    def start() -> list[Process]:
+        if (failure := outcomes.pop(0)) is not None:
+            raise OSError(failure, os.strerror(failure))
+        return [ended_process("pass")]
+
+    child = Child("scheduler", start, 60.0)
+    first, now_s = child.processes, 1e9
+    child.revive(now_s)
+    for wait_s in (FIRST_BACKOFF_S, FIRST_BACKOFF_S * 2, FIRST_BACKOFF_S * 4):
+        assert child.processes is first
+        now_s += wait_s
+        child.revive(now_s)
+    assert child.processes is not first
+    assert "the scheduler cannot be started: Resource temporarily unavailable; tried again in 2.0 s" in caplog.text
+    child.end()
+
+
+def test_who_refuses_is_not_started_again() -> None:
+    child = Child("executor", lambda: [ended_process("raise SystemExit(2)")], 60.0)
+    first = child.processes
+    for now_s in (1e9, 2e9):
+        with pytest.raises(ChildRefusedError, match="the executor ended with status 2"):
+            child.revive(now_s)
+    assert child.processes is first
+    child.end()
+
+
+def test_a_start_that_the_machine_denies_is_said_and_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model="m", tensor_parallel_size=2)
+    processes = Processes(config, ("executor",))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(LaunchError, match="the executor cannot be started: No such file or directory"):
+        processes.start()
+    processes.stop()
+
+
+def test_lives_that_end_before_they_beat_are_counted_until_one_does() -> None:
+    beats = "import os, sys; os.write(int(sys.argv[-1]), b'.')"
+    codes = ["pass", "pass", beats, "pass"]
+    processes = Processes(Config(model="m"), ())
+    child = processes.children["executor"] = Child("executor", lambda: [ended_process(codes.pop(0))], 60.0)
+    counts = []
+    for now_s in (1e9, 2e9, 3e9, 4e9):
+        child.revive(now_s)
+        counts.append(child.num_failed_starts)
+        assert processes.cannot_start(2) == (
+            "the executor has failed to start 2 times" if child.num_failed_starts == 2 else None
+        )
+        if codes:
+            child.revive(now_s + LONGEST_BACKOFF_S)
+    assert counts == [1, 2, 0, 1]
+    child.end()
+
+
+def test_a_server_ends_with_a_child_that_refuses_its_next_life() -> None:
+    launcher = Launcher(Config(model="m"))
+    start = [ended_process("raise SystemExit(2)")]
+    launcher.processes.children["executor"] = Child("executor", lambda: start, 60.0)
+    with pytest.raises(LaunchError, match="nothing is served any more: the executor ended with status 2"):
+        launcher._supervise()
+    launcher.processes.stop()

@@ -60,7 +60,7 @@ def test_an_unknown_field_names_the_nearest() -> None:
 
 def test_fields_can_be_read_and_set_under_the_same_checks() -> None:
     params = SamplingParams(temperature=0.5, logit_bias={7: 1.0})
-    assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, None, {"7": 1.0})
+    assert (params.temperature, params.max_tokens, params.logit_bias) == (0.5, 16, {"7": 1.0})
     params.max_tokens = 3
     with pytest.raises(ValueError, match="top_p"):
         params.top_p = 2
@@ -72,3 +72,10 @@ def test_fields_can_be_read_and_set_under_the_same_checks() -> None:
 
 def test_no_limit_is_something_else_than_none_said() -> None:
     assert SamplingParams(max_tokens=None) != SamplingParams()
+
+
+def test_max_tokens_shows_as_its_signature_says() -> None:
+    signature = inspect.signature(SamplingParams).parameters["max_tokens"]
+    assert SamplingParams().max_tokens == signature.default == 16
+    assert SamplingParams(max_tokens=None).max_tokens is None
+    assert SamplingParams(max_tokens=3).max_tokens == 3

@@ -89,3 +89,24 @@ def test_a_child_that_is_gone_is_silent(tie: Tie) -> None:
 
 def test_a_heart_without_parent_beats_for_nobody() -> None:
     Heart().beat()
+
+
+def test_a_fork_does_not_hold_a_childs_lifeline() -> None:
+    lifeline = Lifeline()
+    theirs = socket.socket(fileno=os.dup(lifeline.fd))
+    lifeline.release()
+    theirs.settimeout(20)
+    ended, end = os.pipe()
+    fork = os.fork()
+    if fork == 0:
+        os.close(end)
+        os.read(ended, 1)  # lives on when the parent of both has let go
+        os._exit(0)
+    try:
+        lifeline.close()
+        assert theirs.recv(1) == b""
+    finally:
+        for each in (ended, end):
+            os.close(each)
+        os.waitpid(fork, 0)
+        theirs.close()
