@@ -62,10 +62,7 @@ class Launcher:
 
     def _supervise(self) -> None:
         while not self.stopping:
-            try:
-                self.processes.revive()
-            except ChildRefusedError as error:
-                raise LaunchError(f"nothing is served any more: {error}, and says why above") from None
+            self.processes.revive()  # also what refuses: the memory that it lacks may be there a moment later
             time.sleep(POLL_S)
 
     def _stop(self) -> None:

@@ -15,7 +15,7 @@ from gateway.delta import Delta
 from gateway.engine import Engine, scheduler_clients
 from gateway.model_files import ModelFiles, read_model_files
 from octavo.child_log import ChildLog
-from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
+from octavo.errors import GenerationError, LaunchError, ModelError
 from octavo.generating import Generating, collected, output_of
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
@@ -271,9 +271,8 @@ class LocalEngine:
 
 
 def _why_not_revived(processes: Processes) -> str | None:
-    """Start again what has ended; return why that is in vain, if it is."""
-    try:
-        processes.revive()
-    except ChildRefusedError as error:
-        return str(error)
-    return processes.cannot_start(MOST_FAILED_STARTS)
+    """Start again what has ended, or return why that would be in vain."""
+    if reason := processes.cannot_start(MOST_FAILED_STARTS):
+        return reason
+    processes.revive()
+    return None

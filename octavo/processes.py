@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.errors import ChildRefusedError, LaunchError
+from octavo.errors import LaunchError
 from octavo.shadows import shadowed_in_children
 from protocol.config import Config, child_environ
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
@@ -109,18 +109,19 @@ class Child:
                 return f"{self._name(rank)} {how}"
         return None
 
+    def refused(self) -> str | None:
+        """Return which process has ended because settings or model cannot be used, as things are, if there is one."""
+        return self.ended() if REFUSED in (process.poll() for process in self.processes) else None
+
     def revive(self, now_s: float) -> None:
         """End it if it hangs; start it again if it has ended, after a wait that grows while its lives are short.
 
-        To be called often. Raises ChildRefusedError if it has ended because settings or model cannot be used, which no
-        further life would mend.
+        To be called often.
         """
         self._end_hung(now_s)
         ended = self.ended()
         if ended is None:
             return
-        if REFUSED in (process.poll() for process in self.processes):
-            raise ChildRefusedError(f"the {ended}")
         if self._restart_at_s is None:
             end_processes(self.processes)
             has_worked = any(process.lifeline.has_begun for process in self.processes)
@@ -195,8 +196,10 @@ class Processes:
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
 
     def cannot_start(self, num_tries: int) -> str | None:
-        """Return whose last lives, `num_tries` or more, all ended before they began their work, if there is one."""
+        """Return who refuses to start, or whose last `num_tries` lives ended before they began their work, if any."""
         for child in self.children.values():
+            if refused := child.refused():
+                return f"the {refused}"
             if child.num_failed_starts >= num_tries:
                 return f"the {child.role} has failed to start {child.num_failed_starts} times"
         return None
@@ -207,10 +210,7 @@ class Processes:
         return [status for process in processes if (status := process.poll()) is not None]
 
     def revive(self) -> None:
-        """Start again what has ended, each after its wait. To be called every POLL_S.
-
-        Raises ChildRefusedError if one says that settings or model cannot be used.
-        """
+        """Start again what has ended, each after its wait. To be called every POLL_S."""
         for child in self.children.values():
             child.revive(time.monotonic())
 

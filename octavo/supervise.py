@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from octavo.errors import ChildRefusedError, LaunchError
+from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process
 from protocol.process import REFUSED
 
@@ -33,10 +33,9 @@ def supervise(command: Sequence[str], hang_timeout_s: float, stop_grace_s: float
     with _signals() as signals:
         child = _started(command, hang_timeout_s)
         while not signals.asked:
-            try:
-                child.revive(time.monotonic())
-            except ChildRefusedError:
+            if child.refused():
                 return REFUSED
+            child.revive(time.monotonic())
             process = child.processes[0]
             signals.wait(LOOK_S if process.returncode is None else POLL_S)
             reap_orphans(process.pid)

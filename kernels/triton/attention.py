@@ -156,16 +156,17 @@ def choose_tiling(
     would wait for the loads of their block numbers. float32 goes without tensor cores, on which it would lose bits.
     """
     is_wide = max(block_d, block_v) > 128
+    changes_float8 = changes_scores and cache_dtype is FLOAT8
     if dtype is torch.float32:
-        return Tiling(LEAST_ROWS, 16, 4, 1)
+        return Tiling(LEAST_ROWS, 16, 4, 2 if is_decode else 1)
     if is_decode:
-        return Tiling(LEAST_ROWS, 32 if is_wide else 64, 4, 3)
+        return Tiling(LEAST_ROWS, (16 if changes_float8 else 32) if is_wide else 64, 4, 3)
     if block_v > 128 or (is_wide and cache_dtype is FLOAT8):
+        return Tiling(32, 16 if changes_float8 else 32, 4, 3)
+    if changes_float8:
         return Tiling(32, 32, 4, 3)
-    if is_wide:
+    if is_wide or changes_scores:
         return Tiling(64, 32, 8, 3)
-    if changes_scores:
-        return Tiling(64, 32, 4 if cache_dtype is FLOAT8 else 8, 3)
     return Tiling(128, 64, 8, 3) if block_d <= 64 else Tiling(64, 64, 4, 3)
 
 

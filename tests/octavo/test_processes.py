@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from octavo.errors import ChildRefusedError, LaunchError
-from octavo.launcher import Launcher
+from octavo.errors import LaunchError
 from octavo.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -103,13 +102,16 @@ def test_a_life_that_cannot_begin_is_tried_again_after_a_longer_wait(caplog: pyt
     child.end()
 
 
-def test_who_refuses_is_not_started_again() -> None:
-    child = Child("executor", lambda: [ended_process("raise SystemExit(2)")], 60.0)
-    first = child.processes
-    for now_s in (1e9, 2e9):
-        with pytest.raises(ChildRefusedError, match="the executor ended with status 2"):
-            child.revive(now_s)
-    assert child.processes is first
+def test_who_refuses_says_so_and_is_started_again_by_who_wants_it() -> None:
+    codes = ["raise SystemExit(2)", "pass"]
+    processes = Processes(Config(model="m"), ())
+    child = processes.children["executor"] = Child("executor", lambda: [ended_process(codes.pop(0))], 60.0)
+    assert child.refused() == "executor ended with status 2"
+    assert processes.cannot_start(9) == "the executor ended with status 2"
+    child.revive(1e9)
+    child.revive(2e9)
+    assert child.refused() is None
+    assert processes.cannot_start(9) is None
     child.end()
 
 
@@ -138,12 +140,3 @@ def test_lives_that_end_before_they_beat_are_counted_until_one_does() -> None:
             child.revive(now_s + LONGEST_BACKOFF_S)
     assert counts == [1, 2, 0, 1]
     child.end()
-
-
-def test_a_server_ends_with_a_child_that_refuses_its_next_life() -> None:
-    launcher = Launcher(Config(model="m"))
-    start = [ended_process("raise SystemExit(2)")]
-    launcher.processes.children["executor"] = Child("executor", lambda: start, 60.0)
-    with pytest.raises(LaunchError, match="nothing is served any more: the executor ended with status 2"):
-        launcher._supervise()
-    launcher.processes.stop()
