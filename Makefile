@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # A file's tests share servers and models, so they stay on one of the two workers; in order, as the longest file is not last.
 WHOLE_SUITE := -n 2 --dist loadscope --no-loadscope-reorder
 
+# As a path, not as an import hook: a script beside this directory would find it, `octavo`, before the package in it.
+EDITABLE := --config-settings editable_mode=compat
+
 .DEFAULT_GOAL := help
 .PHONY: help setup serve demo-model test gpu-check lint clean
 
@@ -34,7 +37,7 @@ $(STAMP): requirements.lock pyproject.toml
 	@echo "Creating $(VENV) with $$($(PYTHON) --version) and installing the pinned dependencies (some minutes, once)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock
-	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e .
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e . $(EDITABLE)
 	@touch $@
 
 serve: setup

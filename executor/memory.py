@@ -51,6 +51,12 @@ def size_pool(
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:
         room_bytes, num_blocks = config.kv_cache_memory_bytes, config.kv_cache_memory_bytes // block_bytes
+        has_bytes = total_bytes(device, root)
+        if 0 < has_bytes < room_bytes:
+            raise ValueError(
+                f"--kv-cache-memory-bytes is {room_bytes / 2**30:.1f} GiB, more than the {has_bytes / 2**30:.1f} GiB of"
+                " memory that there are: set it to less, or leave it out"
+            )
     else:
         share_bytes = (
             free_device_bytes(device, config.gpu_memory_utilization)

@@ -10,6 +10,7 @@ from executor.graphs import DecodeGraphs, batch_sizes, table_widths
 from executor.inputs import StepInputs
 from executor.parallel import TensorParallel
 from executor.runner import ModelRunner
+from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up as compile_each
 from protocol.config import Config
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
@@ -18,6 +19,7 @@ from protocol.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
+FIRST_START = "compiling kernels, as a first start does: about half a minute"
 SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
 
 
@@ -80,9 +82,11 @@ def _compile(dtype: torch.dtype, has_groupwise: bool) -> None:
     with tqdm(
         compile_each(dtype, has_groupwise), desc="kernels", unit=" kernels", disable=None, leave=False
     ) as compiled:
-        was_said = False
+        was_said = not any(cache_directory().rglob("*.nbc"))
+        if was_said:
+            logger.info(FIRST_START)
         for name, seconds in compiled:
             compiled.set_postfix_str(name)
             if seconds > SLOW_COMPILE_S and not was_said:
-                logger.info("compiling kernels, as a first start does: about half a minute")
+                logger.info(FIRST_START)
                 was_said = True

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.shadows import require_ours
 
-require_ours("protocol")
+for package in ("protocol", "gateway"):
+    require_ours(package)
 
 from protocol import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
 from protocol.extras import require_extras  # noqa: E402
@@ -32,9 +33,7 @@ def __getattr__(name: str) -> Any:
     """Import what is asked for, only then: the command line needs none of it."""
     if name not in MODULES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
-    require_ours("gateway")
-    if name in ("LLM", "AsyncLLM"):
-        require_extras(f"octavo.{name}", "gateway", "executor")
+    require_extras(f"octavo.{name}", "gateway", *(("executor",) if name in ("LLM", "AsyncLLM") else ()))
     return getattr(import_module(MODULES[name]), name)
 
 

@@ -62,8 +62,8 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
@@ -85,6 +85,19 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what the model's generation_config.json says, as a SamplingParams to change."""
         return self._engine.preparation.default_sampling_params()
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as transformers loads it, which may import torch into this process.
+
+        Raises ValueError if transformers cannot load it.
+        """
+        from transformers import AutoTokenizer
+
+        config = self._engine.config
+        try:
+            return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        except OSError as error:
+            raise ValueError(str(error)) from error
 
     def close(self) -> None:
         """End the model and its processes. Nothing can be generated afterwards."""

@@ -15,13 +15,14 @@ from gateway.delta import Delta
 from gateway.engine import Engine, scheduler_clients
 from gateway.model_files import ModelFiles, read_model_files
 from octavo.child_log import ChildLog
-from octavo.errors import GenerationError, LaunchError, ModelError
+from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
 from octavo.generating import Generating, collected, output_of
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
 from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
 from octavo.resolve import resolve_model_of
 from protocol.config import Config
+from protocol.process import REFUSED
 
 ROLES = ("scheduler", "executor")
 
@@ -187,7 +188,8 @@ class LocalEngine:
             self._wait_until_ready(processes, self._start_thread())
         except _EndedEarlyError as error:
             self.close()
-            raise LaunchError(f"{error}: {log.cause(error.statuses)}") from None
+            kind = ChildRefusedError if REFUSED in error.statuses else LaunchError
+            raise kind(f"{error}: {log.cause(error.statuses)}") from None
         self._watch(processes, log)
 
     def _resolve(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from octavo.errors import CommandError
+from octavo.errors import ChildRefusedError
 from octavo.launcher import ROLES, answers, health_url, listening_port
 from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
@@ -46,5 +46,5 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
 def _wait_until_ready(process: Process, url: str) -> None:
     while not answers(url):
         if process.poll() is not None:
-            raise CommandError("there is nobody to talk to: the server of this command ended, as it may say above")
+            raise ChildRefusedError("the server of this command ended: it says why above")
         time.sleep(POLL_S)

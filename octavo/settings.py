@@ -19,6 +19,7 @@ LAUNCHER_FIELDS = (
 )
 # A script's own engine listens nowhere.
 HTTP_FIELDS = ("host", "port", "metrics_port", "api_key")
+LOG_LEVEL = "warning"  # unless another is asked for: the program's own output comes first
 KEYWORDS = tuple(name for name in FIELDS if name not in (*LAUNCHER_FIELDS, *HTTP_FIELDS))
 
 AnyClass = TypeVar("AnyClass", bound=type)
@@ -32,7 +33,8 @@ def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Map
     for name in settings:
         if name not in KEYWORDS:
             raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{_why(caller, name)}")
-    given = {name: value for name, value in settings.items() if value is not None}
+    given: dict[str, object] = {"log_level": os.environ.get("OCTAVO_LOG_LEVEL", LOG_LEVEL)}
+    given |= {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = os.fspath(model)
     config = load_config(os.environ, given)
@@ -53,9 +55,14 @@ def with_settings(kind: AnyClass) -> AnyClass:
     keyword = inspect.Parameter.KEYWORD_ONLY
     model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     names = [name for name in KEYWORDS if name != "model"]
-    parameters = [inspect.Parameter(name, keyword, default=FIELDS[name].default) for name in names]
+    parameters = [
+        inspect.Parameter(name, keyword, default=LOG_LEVEL if name == "log_level" else FIELDS[name].default)
+        for name in names
+    ]
     setattr(kind, "__signature__", inspect.Signature([model, *parameters]))  # noqa: B010  (it is no field of a type)
-    listed = "\n".join(f"    {name}: {describe(name)}" for name in names)
+    listed = "\n".join(f"    {name}: {describe(name)}" for name in names).replace(
+        describe("log_level"), f"least level to log (default: {LOG_LEVEL})"
+    )
     kind.__doc__ = f"{inspect.cleandoc(kind.__doc__ or '')}\n\nSettings:\n{listed}"
     return kind
 

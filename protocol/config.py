@@ -148,7 +148,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="where sampling defaults come from: auto (the model's generation_config.json),"
-            " octavo (none) or a directory"
+            " octavo or vllm (none), or a directory"
         ),
     ] = "auto"
     trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False
@@ -216,6 +216,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+# What other servers call a value of ours.
+SYNONYMS: dict[tuple[str, str], str] = {
+    ("generation_config", "vllm"): "octavo",
+    ("dtype", "half"): "float16",
+    ("dtype", "float"): "float32",
+}
 # Children other than the gateway never see these.
 SECRETS = ("api_key",)
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
@@ -236,8 +242,6 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
             raise ConfigError(f"unknown setting {name}{suggestion(name, FIELDS)}")
         values[name] = value
     converted: dict[str, Any] = {name: _convert(name, value) for name, value in values.items()}
-    if converted.get("generation_config") == "vllm":
-        converted["generation_config"] = "octavo"
     try:
         return Config(**converted)
     except ValueError as error:
@@ -304,14 +308,9 @@ def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
         return shown, {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(base) is Literal:
         return shown, {"metavar": "|".join(typing.get_args(base))}
-    if name == "api_key":
-        return shown, {"action": "append", "metavar": "KEY"}
     if typing.get_origin(base) is tuple:
-        return shown, {
-            "action": "extend",
-            "nargs": "+",
-            "metavar": "NAME" if name == "served_model_name" else "ADDRESS",
-        }
+        metavar = {"served_model_name": "NAME", "api_key": "KEY"}.get(name, "ADDRESS")
+        return shown, {"action": "extend", "nargs": "+", "metavar": metavar}
     return shown, {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
 
 
@@ -324,6 +323,7 @@ def _convert(name: str, value: object) -> object:
     base = base_type(kind)
     try:
         if isinstance(value, str):
+            value = SYNONYMS.get((name, value), value)
             if base is int:
                 value = parse_integer(value)
             elif typing.get_origin(base) is tuple:

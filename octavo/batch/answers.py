@@ -1,12 +1,10 @@
 """The answers to a batch, from a model that runs for it alone."""
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 from octavo.batch.prompts import Prompt
 from octavo.batch.run import Batch
-from octavo.errors import LaunchError
 from octavo.local_engine import LocalEngine
 from octavo.outputs import RequestOutput
 from octavo.preparation import PreparedRequest
@@ -19,25 +17,17 @@ WINDOW_PER_PLACE = 4
 
 def generate_batch(config: Config, params: SamplingParams, batch: Batch) -> None:
     """Generate what is left of `batch`. Raises LaunchError or GenerationError; Ctrl-C ends it at any time."""
-    with _running(config) as engine:
+    with closing(LocalEngine(config)) as engine:
+        engine.start()  # in this thread, the only one that Ctrl-C interrupts
 
         def prepare(prompt: Prompt) -> PreparedRequest:
             text, messages = prompt.asked.prompt, prompt.asked.messages
+            request_id = str(prompt.line)  # the same in every life of the run
             if messages is not None:
-                return engine.preparation.of_chat(messages, params)
-            return engine.preparation.of_prompt(text or "", params)
+                return engine.preparation.of_chat(messages, params, request_id)
+            return engine.preparation.of_prompt(text or "", params, request_id)
 
         async def answer(prompt: Prompt) -> RequestOutput:
             return await engine.complete(await asyncio.to_thread(prepare, prompt))
 
         asyncio.run(batch.run(answer, config.max_num_seqs * WINDOW_PER_PLACE))
-
-
-@contextmanager
-def _running(config: Config) -> Iterator[LocalEngine]:
-    with closing(LocalEngine(config)) as engine:
-        try:
-            engine.start()  # in this thread, the only one that Ctrl-C interrupts
-        except (OSError, ValueError) as error:
-            raise LaunchError(str(error)) from error
-        yield engine

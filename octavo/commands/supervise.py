@@ -1,6 +1,7 @@
 """`octavo supervise`: the parent of one process, also as process 1 of a container."""
 
 import argparse
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,4 +30,7 @@ def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
     configure_logging("supervise", config.log_level)
     # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
-    return supervise(flags["program"], config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)
+    program = flags["program"]
+    if program[0] in ("python", "python3"):
+        program = [sys.executable, *program[1:]]  # the one that has Octavo
+    return supervise(program, config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)
