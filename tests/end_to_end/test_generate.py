@@ -47,6 +47,7 @@ def test_a_killed_run_goes_on_and_gives_the_same_file(model: Path, tmp_path: Pat
     found = [json.loads(line) for line in records.read_text().splitlines()]
     assert [record["prompt"] for record in found] == [prompt.replace("\\n", "\n") for prompt in PROMPTS]
     assert all(len(record["outputs"][0]["token_ids"]) <= 20 for record in found)
+    assert len({record["request_id"] for record in found}) == 197
     results = target.read_bytes()
     assert results.startswith(begun[: begun.rindex(b"\n") + 1])
     texts = [record["outputs"][0]["text"] for record in found]

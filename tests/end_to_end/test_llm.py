@@ -104,6 +104,14 @@ def test_generation_config_is_the_default_unless_vllm_or_the_request_says_otherw
     assert drawn(models.split, top_k=1) == 1
 
 
+def test_what_a_script_asks_of_the_model_itself(models: Models) -> None:
+    defaults = models.plain.get_default_sampling_params()
+    assert (defaults.top_k, defaults.temperature, defaults.max_tokens) == (1, None, 16)
+    text = "The capital of France is"
+    [output] = models.plain.generate(text, GREEDY)
+    assert models.plain.get_tokenizer()(text)["input_ids"] == output.prompt_token_ids
+
+
 def test_more_prompts_than_the_queue_holds_are_all_answered_in_order(models: Models) -> None:
     prompts = [f"page {index}" for index in range(60)]
     outputs = models.plain.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)

@@ -51,6 +51,7 @@ def test_every_field_is_described():
         ("OCTAVO_API_KEY", '["a,b", "c"]', ("a,b", "c")),
         ("OCTAVO_DTYPE", "bfloat16", "bfloat16"),
         ("OCTAVO_GENERATION_CONFIG", "vllm", "octavo"),
+        ("OCTAVO_DTYPE", "half", "float16"),
     ],
 )
 def test_variables_are_read_by_type(variable, text, value):
