@@ -248,3 +248,33 @@ async def test_a_stream_that_breaks_is_an_error(stream: bytes, said: str, capsys
         await task
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("half\n", said)
+
+
+async def answered_with(answer: bytes) -> int:
+    """Return the status of a chat whose server answers with the bytes `answer` and closes the connection."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b'"stream":true}')
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        return await octavo("chat", "--url", f"http://127.0.0.1:{port}/v1", "--model-name", MODEL, "-q", "hi")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+async def test_a_server_that_dies_in_the_middle_of_an_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await answered_with(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(CHUNK), CHUNK)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "half\n"
+    assert shown.err == "octavo: the server ended the connection in the middle of its answer\n"
+
+
+async def test_an_error_that_is_null_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = CHUNK.replace(b'{"choices"', b'{"error":null,"choices"')
+    assert await answered_with(HEAD + b"Connection: close\r\n\r\n" + chunk + b"data: [DONE]\n\n") == 0
+    assert capsys.readouterr() == ("half\n", "")
