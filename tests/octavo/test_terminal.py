@@ -140,6 +140,16 @@ async def test_lines_of_a_pipe_are_one_conversation(served: Served) -> None:
     assert (status, error) == (1, "octavo: standard input is not UTF-8: invalid start byte at byte 0\n")
 
 
+async def test_an_answer_that_cannot_be_written_is_said(served: Served) -> None:
+    with open("/dev/full", "wb") as full:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "octavo", "chat", *at(served), "-q", "hi"), stdout=full, stderr=subprocess.PIPE
+        )
+        _, error = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert error == b"octavo: standard output cannot be written: No space left on device\n"
+    assert process.returncode == 1
+
+
 async def test_a_models_name_moves_no_cursor(served: Served) -> None:
     with in_terminal("chat", *at(served), "--model-name", "red\x1b[31m\x07") as terminal:
         await terminal.until("red\ufffd[31m\ufffd at http://")
