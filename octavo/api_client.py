@@ -3,7 +3,7 @@
 import ipaddress
 import re
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -85,10 +85,11 @@ class ApiClient:
             if response.is_error:
                 response.read()
             self._check(response)
-            for payload in event_payloads(response.iter_bytes()):
-                if payload == DONE:
-                    return
-                yield _chunk(payload)
+            with suppress(httpx.RemoteProtocolError, httpx.ReadError):
+                for payload in event_payloads(response.iter_bytes()):
+                    if payload == DONE:
+                        return
+                    yield _chunk(payload)
         raise ApiError("the server ended the connection in the middle of its answer")
 
     def _check(self, response: httpx.Response) -> None:
@@ -131,7 +132,7 @@ def _is_loopback(url: str) -> bool:
 def _chunk(payload: bytes) -> dict[str, Any]:
     try:
         chunk: dict[str, Any] = msgspec.json.decode(payload, type=dict[str, Any])
-        if "error" in chunk:
+        if chunk.get("error") is not None:
             raise ApiError(_error_message(chunk["error"]))
         msgspec.convert(chunk, ChunkShape)
     except msgspec.DecodeError:

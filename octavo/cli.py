@@ -1,7 +1,6 @@
 """The `octavo` command: reads which command was typed and runs the module of that name in `octavo.commands`."""
 
 import argparse
-import contextlib
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from octavo import __version__
 from octavo.errors import ChildRefusedError, CommandError, GenerationError, LaunchError, ModelError
+from octavo.streams import OutputEndedError, open_standard_streams
 from protocol.config import ConfigError
 from protocol.extras import MissingExtraError, require_extras
 from protocol.process import ArgumentParser, paragraph
@@ -46,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
-        return _run(arguments)
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except OutputEndedError:
+        return 0
     except ChildRefusedError:
         return 1
     except (CommandError, GenerationError, LaunchError, MissingExtraError, ModelError) as error:
@@ -58,10 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def program(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `main` as all that this process does. Interrupted, it waits for no thread, such as that of a download."""
+    open_standard_streams()
     status = main(argv)
     if status == INTERRUPTED:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
 

@@ -7,13 +7,14 @@ import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
-from octavo.errors import ChildRefusedError, LaunchError
+from octavo.errors import ChildRefusedError, CommandError, LaunchError
 from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
+from octavo.streams import OutputEndedError
 from protocol.config import Config
 from protocol.process import REFUSED
 
@@ -56,7 +57,8 @@ class Launcher:
             if ended := self.processes.ended():
                 raise _start_error(ended, self.processes.statuses())
             if answers(health_url(self.config)):
-                print(ready_text(self.config, time.monotonic() - started_s), flush=True)
+                with suppress(CommandError, OutputEndedError):  # it serves, whether anybody reads that or not
+                    print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
             time.sleep(POLL_S)
 

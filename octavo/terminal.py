@@ -125,13 +125,15 @@ def typed_lines() -> Iterator[str]:
 
 
 def piped_lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not blank. Raises CommandError if it is no text."""
+    """Yield the lines of standard input that are not blank. Raises CommandError if it is no text, or closed."""
     try:
         for raw in sys.stdin.buffer:
             if raw.strip():
                 yield raw.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise CommandError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise CommandError(f"standard input cannot be read: {error.strerror}") from None
 
 
 def _chat_text(choice: dict[str, Any]) -> str:

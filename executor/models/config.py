@@ -17,6 +17,10 @@ from executor.quantization import Quantization, read_quantization
 # What a tensor can have along a dimension, and more layers than any model: beyond, a file is damaged or a trap.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NumLayers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
+FORM_HINT = (
+    "A model's config.json is not of this form: download the model again, or, if it is your own, let transformers'"
+    " save_pretrained write it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +149,9 @@ def read_architecture(directory: Path) -> str:
             raise ValueError(f"architectures names {len(architectures)} of them; one is needed")
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}. {FORM_HINT}") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return architectures[0]
 
@@ -163,6 +169,8 @@ def read_native_config(directory: Path, architecture: str) -> ModelConfig:
         checkpoint = msgspec.convert(keys, _Checkpoint)
         quantization = read_quantization(directory, checkpoint.quantization_config)
         return replace(_resolve(architecture, row, checkpoint, quantization), **traits)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path}: {error}. {FORM_HINT}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

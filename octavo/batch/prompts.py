@@ -14,6 +14,7 @@ from octavo.batch.escapes import unescape
 from octavo.errors import CommandError
 
 SUFFIXES = (".txt", ".jsonl")
+MARK_BYTES = 8
 
 
 class PromptLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -33,19 +34,29 @@ class Prompt:
 
 
 class Fingerprint:
-    """The identity of a sequence of prompts, which grows with each."""
+    """The identity of a sequence of prompts, which grows with each, and in MARK_BYTES of memory that of each alone."""
 
     def __init__(self) -> None:
         self.num_prompts = 0
         self._hash = hashlib.sha256()
+        self._marks = bytearray()
 
     def add(self, prompt: Prompt) -> None:
         self.num_prompts += 1
         self._hash.update(msgspec.json.encode(prompt.asked) + b"\n")
+        self._marks += _mark(prompt)
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
+
+    def has(self, index: int, prompt: Prompt) -> bool:
+        """Return whether `prompt` is the one that was added at `index`, counted from 0."""
+        return self._marks[index * MARK_BYTES : (index + 1) * MARK_BYTES] == _mark(prompt)
+
+
+def _mark(prompt: Prompt) -> bytes:
+    return hashlib.blake2b(msgspec.json.encode(prompt.asked), digest_size=MARK_BYTES).digest()
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -66,6 +77,23 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
                 raise CommandError(f"{path}, line {number} is not UTF-8 (byte {error.start + 1})") from None
             except (msgspec.DecodeError, ValueError) as error:
                 raise CommandError(f"{path}, line {number}: {error}") from None
+
+
+def read_again(path: Path, fingerprint: Fingerprint) -> Iterator[Prompt]:
+    """Yield the prompts of `fingerprint` from the file that had them, and no later ones.
+
+    Raises CommandError in place of the first that is another, or is not there any more.
+    """
+    prompts = read_prompts(path)
+    for index in range(fingerprint.num_prompts):
+        prompt = next(prompts, None)
+        if prompt is None or not fingerprint.has(index, prompt):
+            raise CommandError(
+                f"{path} changed while it was worked on: prompt {index + 1} is not there as it was. The results that"
+                " there are belong to what it was: with that again, this command goes on; for other prompts, give"
+                " another --output-path, or --overwrite"
+            )
+        yield prompt
 
 
 def _parsers() -> dict[str, Callable[[str], PromptLine]]:

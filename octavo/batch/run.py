@@ -14,7 +14,7 @@ import msgspec
 from tqdm import tqdm
 
 from octavo.batch.escapes import escape
-from octavo.batch.prompts import Fingerprint, Prompt, read_prompts
+from octavo.batch.prompts import Fingerprint, Prompt, read_again, read_prompts
 from octavo.batch.results import Results, check_same_run
 from octavo.errors import CommandError, GenerationFailedError
 from octavo.outputs import RequestOutput
@@ -48,7 +48,7 @@ class Batch:
                 and fingerprint.digest != begun.digest
             ):
                 raise _other_prompts(results.path, prompts)
-        self.num_prompts = fingerprint.num_prompts
+        self.num_prompts, self._fingerprint = fingerprint.num_prompts, fingerprint
         if begun is not None and self.num_prompts < begun.num_prompts:
             raise _other_prompts(results.path, prompts)
         results.belong_to(self.num_prompts, fingerprint.digest, parameters)
@@ -70,10 +70,10 @@ class Batch:
         """Generate what is left, for at most `window` prompts at a time.
 
         What is finished when this is cancelled, or when something else than NO_ANSWER ends it, is kept as far as it
-        is in order.
+        is in order. Raises CommandError as soon as the file has another prompt than when it was read first.
         """
         running: deque[tuple[Prompt, asyncio.Task[RequestOutput]]] = deque()
-        left = islice(read_prompts(self._prompts), self._results.num_done, None)
+        left = islice(read_again(self._prompts, self._fingerprint), self._results.num_done, None)
         with tqdm(total=self.num_prompts, initial=self._results.num_done, unit="prompt", disable=None) as bar:
             try:
                 for prompt in left:

@@ -1,7 +1,6 @@
 """`octavo chat`: a conversation with a model of a running server, or of one for this alone."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -67,10 +66,7 @@ def connected(flags: Mapping[str, Any]) -> Iterator[Terminal]:
         model = flags["model_name"] or _first(client)
         if interactive:
             print(f"{paragraph(model)} at {url}: Ctrl-C stops an answer, Ctrl-D ends.", file=sys.stderr)
-        try:
-            yield Terminal(client, model, sampling, stats=flags["stats"], interactive=interactive)
-        except BrokenPipeError:  # who read our output has seen enough; nothing more may be written there
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        yield Terminal(client, model, sampling, stats=flags["stats"], interactive=interactive)
 
 
 def lines(flags: Mapping[str, Any]) -> Iterator[str]:

@@ -65,7 +65,7 @@ def run(flags: Mapping[str, Any]) -> int:
         batch = Batch(source, results, _parameters(config, sampling))
         if batch.num_left:
             _generate(config, params, batch)
-        print(f"{batch.num_prompts} results are in {target}{_failures(batch, target)}", file=sys.stderr)
+        print(f"{batch.num_done} results are in {target}{_failures(batch, target)}", file=sys.stderr)
     return 1 if batch.num_failed else 0
 
 

@@ -159,6 +159,22 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, keys: dict[str
     assert str(tmp_path / "config.json") in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{}",
+        '{"architectures": "LlamaForCausalLM"}',
+        '{"architectures": [',
+        "[]",
+        '{"architectures": ["LlamaForCausalLM"]}',
+    ],
+)
+def test_a_config_of_another_form_is_named_with_what_helps(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"config\.json: .*: download the model again, or,.*save_pretrained write it"):
+        read_model_config(tmp_path)
+
+
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no config\.json"):
         read_model_config(tmp_path)

@@ -157,6 +157,36 @@ def test_prompts_may_be_added_at_the_end(source: Path, expected: str) -> None:
     assert second.num_asked == 1
 
 
+@pytest.mark.parametrize(("index", "now", "num_asked"), [(30, ["another"], 30), (30, [], 30), (0, ["other", "s"], 0)])
+def test_prompts_that_change_under_a_run_end_it(
+    index: int, now: list[str], num_asked: int, source: Path, expected: str
+) -> None:
+    target, echo, before = source.with_name("results.txt"), Echo(), source.read_text()
+    with open_results(target) as results:
+        batch = Batch(source, results, PARAMETERS)
+        kept = [line for line in before.splitlines() if line.strip()][:index]
+        source.write_text("\n".join([*kept, *now]))
+        with pytest.raises(CommandError, match=f"changed while it was worked on: prompt {index + 1} is not there"):
+            asyncio.run(batch.run(echo, WINDOW))
+        assert batch.num_done == target.read_text().count("\n")
+    assert echo.num_asked <= num_asked
+    assert expected.startswith(target.read_text())
+    source.write_text(before)
+    run(source, target, Echo())
+    assert target.read_text() == expected
+
+
+def test_prompts_that_are_added_under_a_run_are_for_the_next(source: Path, expected: str) -> None:
+    target = source.with_name("results.txt")
+    with open_results(target) as results:
+        batch = Batch(source, results, PARAMETERS)
+        source.write_text(source.read_text() + "more\n")
+        asyncio.run(batch.run(Echo(), WINDOW))
+    assert target.read_text() == expected
+    run(source, target, Echo())
+    assert target.read_text() == expected + "more!\n"
+
+
 def test_results_of_other_prompts_or_parameters_are_left_alone(source: Path, expected: str) -> None:
     target = source.with_name("results.txt")
     run(source, target, Echo())

@@ -1,6 +1,7 @@
 """The command line: what it takes, what it refuses, and that it says what to do instead."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -215,3 +216,36 @@ def test_addresses_of_processes_started_alone_concern_serve_only(
     assert "OCTAVO_FRONTEND_ADDRESS is for processes started one by one" in capsys.readouterr().err
     assert main(["pull", str(tmp_path)]) == 1
     assert "has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "streams", "said"),
+    [
+        (["env"], ">/dev/full", "standard output cannot be written: No space left on device"),
+        (["env"], ">&-", "standard output cannot be written: Bad file descriptor"),
+        (["--help"], ">/dev/full", "standard output cannot be written: No space left on device"),
+        (
+            ["chat", "--url", "http://127.0.0.1:1/v1", "--model-name", "any"],
+            "<&-",
+            "standard input cannot be read: Bad file descriptor",
+        ),
+    ],
+)
+def test_a_standard_stream_that_is_closed_or_full_is_said(command: list[str], streams: str, said: str) -> None:
+    shell = ["sh", "-c", f'exec "$@" {streams}', "sh", sys.executable, "-m", "octavo", *command]
+    ended = subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, f"octavo: {said}\n")
+
+
+def test_who_reads_no_more_ends_the_command() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "octavo", "env"]
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_an_error_reaches_nobody_where_all_streams_are_closed() -> None:
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "octavo", "env"]
+    assert subprocess.run(shell, check=False).returncode == 1

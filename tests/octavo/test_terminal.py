@@ -140,6 +140,16 @@ async def test_lines_of_a_pipe_are_one_conversation(served: Served) -> None:
     assert (status, error) == (1, "octavo: standard input is not UTF-8: invalid start byte at byte 0\n")
 
 
+async def test_an_answer_that_cannot_be_written_is_said(served: Served) -> None:
+    with open("/dev/full", "wb") as full:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "octavo", "chat", *at(served), "-q", "hi"), stdout=full, stderr=subprocess.PIPE
+        )
+        _, error = await asyncio.wait_for(process.communicate(), TIMEOUT_S)
+    assert error == b"octavo: standard output cannot be written: No space left on device\n"
+    assert process.returncode == 1
+
+
 async def test_a_models_name_moves_no_cursor(served: Served) -> None:
     with in_terminal("chat", *at(served), "--model-name", "red\x1b[31m\x07") as terminal:
         await terminal.until("red\ufffd[31m\ufffd at http://")
@@ -248,3 +258,33 @@ async def test_a_stream_that_breaks_is_an_error(stream: bytes, said: str, capsys
         await task
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("half\n", said)
+
+
+async def answered_with(answer: bytes) -> int:
+    """Return the status of a chat whose server answers with the bytes `answer` and closes the connection."""
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b'"stream":true}')
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        return await octavo("chat", "--url", f"http://127.0.0.1:{port}/v1", "--model-name", MODEL, "-q", "hi")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+async def test_a_server_that_dies_in_the_middle_of_an_answer_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert await answered_with(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(CHUNK), CHUNK)) == 1
+    shown = capsys.readouterr()
+    assert shown.out == "half\n"
+    assert shown.err == "octavo: the server ended the connection in the middle of its answer\n"
+
+
+async def test_an_error_that_is_null_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    chunk = CHUNK.replace(b'{"choices"', b'{"error":null,"choices"')
+    assert await answered_with(HEAD + b"Connection: close\r\n\r\n" + chunk + b"data: [DONE]\n\n") == 0
+    assert capsys.readouterr() == ("half\n", "")
