@@ -39,7 +39,7 @@ class LLM:
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
         self._engine = LocalEngine(config_of("LLM", model, settings))
         self._engine.start()
-        self._close = weakref.finalize(self, self._engine.close)
+        weakref.finalize(self, self._engine.close)
 
     def generate(
         self,
@@ -100,8 +100,8 @@ class LLM:
             raise ValueError(str(error)) from error
 
     def close(self) -> None:
-        """End the model and its processes. Nothing can be generated afterwards."""
-        self._close()
+        """End the model and its processes, at once if interrupted. Nothing can be generated afterwards."""
+        self._engine.close()
 
     def __enter__(self) -> "LLM":
         return self
