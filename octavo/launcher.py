@@ -13,7 +13,8 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, LaunchError
-from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
+from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
+from octavo.socket_directory import socket_directory
 from protocol.config import Config
 from protocol.process import REFUSED
 

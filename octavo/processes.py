@@ -2,14 +2,12 @@
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -306,21 +304,3 @@ def with_sockets_in(directory: Path, config: Config) -> Config:
         backend_address=f"ipc://{directory}/backend",
         distributed_address=f"file://{directory}/ranks",
     )
-
-
-@contextmanager
-def socket_directory() -> Iterator[Path]:
-    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server.
-
-    Raises LaunchError if none can be made.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    parent = base if base and os.access(base, os.W_OK) else "/tmp"
-    try:
-        path = Path(tempfile.mkdtemp(prefix="octavo-", dir=parent))
-    except OSError as error:
-        raise LaunchError(f"no directory for sockets can be made in {parent}: {error.strerror}") from None
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
