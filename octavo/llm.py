@@ -3,8 +3,8 @@
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -112,9 +112,19 @@ class LLM:
         self.close()
 
     def _complete(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        shows = use_tqdm and len(requests) > 1
-        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not shows) as bar:
-            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, bar.update)))
+        with _progress(len(requests)) if use_tqdm and len(requests) > 1 else nullcontext(_no_bar) as when_finished:
+            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, when_finished)))
+
+
+def _no_bar() -> None:
+    """Show nothing. A disabled bar would start tqdm's thread all the same, which outlives the model."""
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[], object]]:
+    """Show a bar, and yield what to call when a request is finished."""
+    with tqdm(total=num_requests, desc="Generating", unit="prompt") as bar:
+        yield bar.update
 
 
 def _each(
