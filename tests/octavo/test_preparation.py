@@ -95,8 +95,7 @@ def test_every_form_of_prompt(
 )
 def test_a_prompt_that_cannot_be(preparation: Preparation, prompt: object, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        for each in split_prompts(prompt):
-            preparation.of_prompt(each, SamplingParams())
+        _ = [preparation.of_prompt(each, SamplingParams()) for each in split_prompts(prompt)]
 
 
 @pytest.mark.parametrize(
