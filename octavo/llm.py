@@ -50,9 +50,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return what the model says after each prompt, in order.
 
-        A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list of token
-        ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or one for
-        each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
+        A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list or array
+        of token ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or
+        one for each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
         """
         prepare = self._engine.preparation.of_prompt
         requests = _each(prepare, split_prompts(prompts), sampling_params, "prompts")
