@@ -33,12 +33,12 @@ RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 1 if another rank has ended or cannot be met, 2 if the model cannot be
-    served; a step that raises is a traceback."""
+    """Return the exit status: 0 after a signal once the model is ready, 1 if another rank has ended or cannot be met,
+    2 if the model cannot be served; a step that raises is a traceback, an earlier signal the end by itself."""
     config, heart = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # A rank may be waiting for another in a call that no Python function interrupts: the signal itself ends it.
-        signal.signal(number, signal.SIG_DFL if config.tensor_parallel_size > 1 else lambda *_: sys.exit(0))
+        # While kernels compile, or a rank waits for another, no Python function could end it: the signal itself does.
+        signal.signal(number, signal.SIG_DFL)
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     with imports_of("python -m executor", "executor"):
@@ -60,6 +60,9 @@ def main() -> int:
             threading.Event().wait(RANK_0_TURN_S)  # rank 0, which finds the same, says it for all
         return refuse("executor", error)
     runner, parallel = executor.runner, executor.runner.parallel
+    if config.tensor_parallel_size == 1:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: sys.exit(0))
     whom = config.backend_address if parallel.rank == 0 else "rank 0"
     logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, whom)
     try:

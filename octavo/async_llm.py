@@ -26,7 +26,7 @@ class AsyncLLM:
 
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
         self._engine = LocalEngine(config_of("AsyncLLM", model, settings))
-        self._close = weakref.finalize(self, self._engine.close)
+        weakref.finalize(self, self._engine.close)
 
     @property
     def config(self) -> Config:
@@ -43,7 +43,7 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """End the model and its processes; what is being generated ends with a GenerationError."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._engine.close)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None

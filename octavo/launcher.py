@@ -1,7 +1,9 @@
 """`octavo serve`: start scheduler, executor and gateway, keep them alive, and end them together."""
 
 import errno
+import json
 import logging
+import shlex
 import signal
 import socket
 import time
@@ -13,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
-from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
+from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
+from octavo.socket_directory import socket_directory
 from octavo.streams import OutputEndedError
 from protocol.config import Config
-from protocol.process import REFUSED
+from protocol.process import REFUSED, paragraph
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +141,11 @@ def ready_text(config: Config, seconds: float) -> str:
     url = f"http://{_reachable_host(config.host)}:{config.port}"
     name = config.served_model_name[0]
     authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
-    message = '{"role": "user", "content": "What is a page?"}'
+    body = {"model": name, "messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 40}
     return (
-        f"Octavo serves {name} on {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
+        f"Octavo serves {paragraph(name)} on {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
         f"  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
-        f'    -d \'{{"model": "{name}", "messages": [{message}], "max_tokens": 40}}\''
+        f"    -d {shlex.quote(json.dumps(body))}"
     )
 
 

@@ -3,8 +3,8 @@
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +39,7 @@ class LLM:
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
         self._engine = LocalEngine(config_of("LLM", model, settings))
         self._engine.start()
-        self._close = weakref.finalize(self, self._engine.close)
+        weakref.finalize(self, self._engine.close)
 
     def generate(
         self,
@@ -50,9 +50,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return what the model says after each prompt, in order.
 
-        A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list of token
-        ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or one for
-        each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
+        A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list or array
+        of token ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or
+        one for each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
         """
         prepare = self._engine.preparation.of_prompt
         requests = _each(prepare, split_prompts(prompts), sampling_params, "prompts")
@@ -100,8 +100,8 @@ class LLM:
             raise ValueError(str(error)) from error
 
     def close(self) -> None:
-        """End the model and its processes. Nothing can be generated afterwards."""
-        self._close()
+        """End the model and its processes, at once if interrupted. Nothing can be generated afterwards."""
+        self._engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -112,9 +112,19 @@ class LLM:
         self.close()
 
     def _complete(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        shows = use_tqdm and len(requests) > 1
-        with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not shows) as bar:
-            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, bar.update)))
+        with _progress(len(requests)) if use_tqdm and len(requests) > 1 else nullcontext(_no_bar) as when_finished:
+            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, when_finished)))
+
+
+def _no_bar() -> None:
+    """Show nothing. A disabled bar would start tqdm's thread all the same, which outlives the model."""
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[], object]]:
+    """Show a bar, and yield what to call when a request is finished."""
+    with tqdm(total=num_requests, desc="Generating", unit="prompt") as bar:
+        yield bar.update
 
 
 def _each(

@@ -19,8 +19,9 @@ from octavo.errors import ChildRefusedError, GenerationError, LaunchError, Model
 from octavo.generating import Generating, collected, output_of
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
-from octavo.processes import POLL_S, Processes, socket_directory, why_ended_early, with_sockets_in
+from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.resolve import resolve_model_of
+from octavo.socket_directory import socket_directory
 from protocol.config import Config
 from protocol.process import REFUSED
 

@@ -3,10 +3,10 @@
 import itertools
 import operator
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict, cast
+from typing import Any, SupportsIndex, TypedDict, cast
 
 import msgspec
 
@@ -103,10 +103,7 @@ class Preparation:
         if isinstance(given, str):
             check_text_length(len(given), self._ready.max_model_len, "prompt")
             return given, self._files.tokenizer.encode_now(given)
-        try:
-            token_ids = [operator.index(token_id) for token_id in given]
-        except TypeError:
-            raise _wrong_prompt(given) from None
+        token_ids = _token_ids(given)
         check_token_ids(token_ids, self._ready.vocab_size, "prompt_token_ids")
         return None, token_ids
 
@@ -146,12 +143,10 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return the prompts in one prompt or a sequence of them; integers are the token ids of one. Raises TypeError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise _wrong_prompt(prompts)
-    items = cast("Sequence[Any]", prompts)
+    items = [_listed(item) for item in _sequence(prompts)]
     if items and not isinstance(items[0], str | Mapping | Sequence):
         return [items]
-    return list(items)
+    return items
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -168,7 +163,7 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_promp
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
-    listed = list(params)
+    listed: list[Any] = [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else list(params)
     for item in listed:
         if not isinstance(item, SamplingParams):
             raise TypeError(f"sampling_params is one SamplingParams or one per prompt, not {type(item).__name__}")
@@ -201,9 +196,33 @@ def _only_value(prompt: Mapping[str, Any]) -> Any:
     return value
 
 
-def _wrong_prompt(prompt: object) -> TypeError:
+def _listed(value: Any) -> Any:
+    """Return an array of NumPy or torch as a list, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """Return what is a sequence of prompts or token ids as one. Raises TypeError for bytes, which are neither."""
+    listed = _listed(value)
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray | memoryview):
+        raise _wrong_prompt(type(value).__name__)
+    return listed
+
+
+def _token_ids(given: Any) -> list[int]:
+    token_ids = _sequence(given)
+    for index, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
+            raise _wrong_prompt(f"a list with {type(token_id).__name__} at index {index}")
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError as error:  # an array has the method, whatever is in it
+        raise _wrong_prompt(f"a list of what is none: {error}") from None
+
+
+def _wrong_prompt(given: str) -> TypeError:
     forms = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
-    return TypeError(f"a prompt is {forms}, not {type(prompt).__name__}")
+    return TypeError(f"a prompt is {forms}, not {given}")
 
 
 def _chat_request(fields: Mapping[str, Any]) -> ChatRequest:

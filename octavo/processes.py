@@ -2,14 +2,12 @@
 
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -135,7 +133,14 @@ class Child:
 
     def end(self) -> None:
         """End its processes: ask, and kill what has not ended in time."""
-        end_processes(self.processes)
+        try:
+            end_processes(self.processes)
+        finally:
+            self._close()
+
+    def kill(self) -> None:
+        """End its processes without asking, those that have not ended."""
+        kill_processes(self.processes)
         self._close()
 
     def _restart(self, now_s: float) -> None:
@@ -215,10 +220,17 @@ class Processes:
             child.revive(time.monotonic())
 
     def stop(self) -> None:
-        """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too."""
-        for role in STOP_ORDER:
-            if role in self.children:
-                self.children[role].end()
+        """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too.
+
+        An interruption kills those that are left.
+        """
+        try:
+            for role in STOP_ORDER:
+                if role in self.children:
+                    self.children[role].end()
+        finally:
+            for child in self.children.values():
+                child.kill()
 
     def _start(self, role: str) -> list[Process]:
         if role != "executor":
@@ -250,16 +262,27 @@ def why_ended_early(ended: str, statuses: Sequence[int]) -> str:
 
 
 def end_processes(processes: Sequence[Process], grace_s: float = STOP_GRACE_S) -> None:
-    """End the processes of one role: ask all at once, and kill what has not ended after `grace_s`."""
+    """End the processes of one role: ask all at once, and kill what has not ended after `grace_s`.
+
+    An interruption (Ctrl-C) kills them at once, and is raised when they have ended.
+    """
     deadline_s = time.monotonic() + grace_s
+    try:
+        for process in processes:
+            process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+        with suppress(subprocess.TimeoutExpired):
+            for process in processes:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+    finally:
+        kill_processes(processes)
+
+
+def kill_processes(processes: Sequence[Process]) -> None:
+    """Kill the processes that have not ended, and wait for their end."""
     for process in processes:
-        process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+        process.kill()
     for process in processes:
-        try:
-            process.wait(max(0.0, deadline_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.wait()
 
 
 def rank_configs(config: Config, life: int) -> list[Config]:
@@ -281,21 +304,3 @@ def with_sockets_in(directory: Path, config: Config) -> Config:
         backend_address=f"ipc://{directory}/backend",
         distributed_address=f"file://{directory}/ranks",
     )
-
-
-@contextmanager
-def socket_directory() -> Iterator[Path]:
-    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server.
-
-    Raises LaunchError if none can be made.
-    """
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    parent = base if base and os.access(base, os.W_OK) else "/tmp"
-    try:
-        path = Path(tempfile.mkdtemp(prefix="octavo-", dir=parent))
-    except OSError as error:
-        raise LaunchError(f"no directory for sockets can be made in {parent}: {error.strerror}") from None
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)

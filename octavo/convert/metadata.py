@@ -10,6 +10,8 @@ from octavo.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+MAGIC = b"GGUF"
+
 # What a value has to be: whoever wrote the file may have been a stranger.
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
@@ -25,7 +27,7 @@ class GGUFFile:
         try:
             reader = GGUFReader(path)
         except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-            raise ModelError(f"{path} is not a whole GGUF file ({error}). Download it again.") from error
+            raise ModelError(_cause(path)) from error
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
         if reader.byte_order != "I":
@@ -70,6 +72,19 @@ class GGUFFile:
             logger.warning("%s: %s is %d, but there are %d tokens: not used", self.path, key, token_id, num_tokens)
             return None
         return token_id
+
+
+def _cause(path: Path) -> str:
+    """Return why a file cannot be read as a GGUF file, and what helps: a reader speaks of arrays."""
+    with path.open("rb") as file:
+        magic, version = file.read(4), int.from_bytes(file.read(4), "little")
+    if version == 1 and magic == MAGIC:
+        return f"{path} is of version 1 of the GGUF format, which is not read. Take a newer file of the model."
+    if magic == MAGIC:
+        cause = f"its {path.stat().st_size} bytes end before what its header announces, or are damaged"
+    else:
+        cause = "it does not begin as one"
+    return f"{path} is not a whole GGUF file: {cause}. Download it again."
 
 
 def shortest_float(value: float) -> float:

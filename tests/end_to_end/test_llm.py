@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from starlette.testclient import TestClient
+from tqdm import tqdm
 
 from octavo import LLM, AsyncLLM, RequestOutput, SamplingParams
 from octavo.errors import GenerationError, LaunchError, ModelError
@@ -119,10 +120,14 @@ def test_more_prompts_than_the_queue_holds_are_all_answered_in_order(models: Mod
     assert [len(each) for each in token_ids(outputs)] == [2] * 60
 
 
-def test_a_progress_bar_is_shown_for_many_prompts_only(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_is_shown_for_many_prompts_only(
+    models: Models, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tqdm, "monitor", None)  # the thread that watches bars
     models.plain.generate("one", GREEDY)
     models.plain.generate(["one", "two"], GREEDY, use_tqdm=False)
     assert capsys.readouterr().err == ""
+    assert tqdm.monitor is None
     models.plain.generate(["one", "two"], GREEDY)
     assert "2/2" in capsys.readouterr().err
 

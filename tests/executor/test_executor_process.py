@@ -118,6 +118,17 @@ def test_ctrl_c_ends_it_also_without_a_scheduler(checkpoint):
     assert "Traceback" not in log
 
 
+def test_a_signal_before_it_is_ready_ends_it_by_itself(tmp_path):
+    """No Python function could, where a library calls back while it compiles."""
+    config = tmp_path / "config.json"
+    os.mkfifo(config)
+    with executor("tcp://127.0.0.1:9", tmp_path) as process, config.open("wb"):  # once it reads that, and waits
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=END_TIMEOUT_S)
+    assert process.returncode == -signal.SIGTERM
+    assert "Traceback" not in log
+
+
 def test_a_wrong_setting_is_one_line_and_status_2():
     ended = run_to_the_end("--block-sise", 4)
     assert ended.returncode == 2

@@ -197,7 +197,23 @@ def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf", tiny_model("llama")).read_bytes()
     part = tmp_path / "part.gguf"
     part.write_bytes(whole[: int(len(whole) * kept)])
-    assert "is not a whole GGUF file" in refused(part)
+    said = f"is not a whole GGUF file: its {part.stat().st_size} bytes end before what its header announces"
+    assert said in refused(part)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a whole GGUF file: it does not begin as one. Download it again."),
+        (b"<html>", "is not a whole GGUF file: it does not begin as one. Download it again."),
+        (b"GGUF", "is not a whole GGUF file: its 4 bytes end before what its header announces, or are damaged."),
+        (b"GGUF\1\0\0\0" + bytes(16), "is of version 1 of the GGUF format, which is not read."),
+    ],
+)
+def test_a_beginning_is_refused_with_the_cause(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "begun.gguf"
+    path.write_bytes(content)
+    assert said in refused(path)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What callers hand over becomes token ids and sampling, or an error that says what is wrong."""
 
+import numpy as np
 import pytest
 
 from gateway.model_files import ModelFiles, read_model_files
@@ -54,6 +55,11 @@ def test_a_chat_shows_what_users_wrote_and_keeps_it_text(preparation: Preparatio
         ([5, 6], [None], [[5, 6]]),
         ([[5, 6], {"prompt_token_ids": (7,)}, "a"], [None, None, "a"], [[5, 6], [7], text_ids("a")]),
         ({"prompt_token_ids": [5]}, [None], [[5]]),
+        (np.array([5, 6]), [None], [[5, 6]]),
+        (np.array([[5, 6], [7, 8]]), [None, None], [[5, 6], [7, 8]]),
+        ([np.array([5, 6]), "a"], [None, "a"], [[5, 6], text_ids("a")]),
+        ([np.int64(5), 6], [None], [[5, 6]]),
+        ({"prompt_token_ids": np.array([5])}, [None], [[5]]),
         ([], [], []),
     ],
 )
@@ -71,8 +77,16 @@ def test_every_form_of_prompt(
         ("", ValueError, "the prompt is empty"),
         ("x" * 64, ValueError, "the prompt has 64 tokens, which leaves no room"),
         ([1024], ValueError, "token id 1024 is not in the vocabulary"),
-        ([0.5], TypeError, "a prompt is a string"),
-        (None, TypeError, "a prompt is a string"),
+        ([5, 0.5], TypeError, "a prompt is a string, a list of token ids, .*, not a list with float at index 1"),
+        ([None], TypeError, "not a list with NoneType at index 0"),
+        ([True, False], TypeError, "not a list with bool at index 0"),
+        (np.array([True]), TypeError, "not a list with bool at index 0"),
+        ({"prompt_token_ids": [np.array([5, 6])]}, TypeError, "a list of what is none"),
+        (b"abc", TypeError, "not bytes"),
+        (bytearray(b"abc"), TypeError, "not bytearray"),
+        ([b"abc", "a"], TypeError, "not bytes"),
+        (memoryview(b"abc"), TypeError, "not memoryview"),
+        (None, TypeError, "a prompt is a string, .*, not NoneType"),
         ({"prompt": "a", "prompt_token_ids": [5]}, ValueError, "either 'prompt' or"),
         ({"prompt": [5]}, TypeError, "'prompt' is a string"),
         ({"multi_modal_data": {}}, ValueError, "'multi_modal_data' in a prompt is not supported"),
@@ -81,7 +95,7 @@ def test_every_form_of_prompt(
 )
 def test_a_prompt_that_cannot_be(preparation: Preparation, prompt: object, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        preparation.of_prompt(prompt, SamplingParams())
+        _ = [preparation.of_prompt(each, SamplingParams()) for each in split_prompts(prompt)]
 
 
 @pytest.mark.parametrize(
@@ -165,3 +179,7 @@ def test_one_sampling_for_all_or_one_each() -> None:
         one_each(params, 3)
     with pytest.raises(TypeError, match="not dict"):
         one_each([{"n": 1}], 1)
+    with pytest.raises(TypeError, match="one SamplingParams or one per prompt, not dict"):
+        one_each({"n": 1}, 1)
+    with pytest.raises(TypeError, match="one SamplingParams or one per prompt, not int"):
+        one_each(3, 1)

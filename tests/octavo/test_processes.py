@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 
@@ -80,6 +81,30 @@ def test_who_does_not_end_when_asked_is_killed() -> None:
         end_processes([process], grace_s=0.05)
         assert process.returncode == -signal.SIGKILL
         process.lifeline.close()
+
+
+def test_an_interruption_while_they_end_kills_all_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a Ctrl-C during LLM.close() does."""
+    deaf = "import os, signal, sys; signal.signal(15, signal.SIG_IGN); print(flush=True); os.read(int(sys.argv[-1]), 1)"
+    processes = Processes(Config(model="m"), ())
+    members = [Process([sys.executable, "-S", "-c", deaf], stdout=subprocess.PIPE) for _ in range(3)]
+    for process in members:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+    for role, its in (("executor", members[:2]), ("scheduler", members[2:])):
+        processes.children[role] = Child(role, partial(list, its), 60.0)
+    waits = [KeyboardInterrupt]
+
+    def wait(process: Process, timeout: float | None = None) -> int:
+        if waits:
+            raise waits.pop()
+        return subprocess.Popen.wait(process, timeout)
+
+    monkeypatch.setattr(Process, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        processes.stop()
+    assert [process.returncode for process in members] == [-signal.SIGKILL] * 3
 
 
 def test_a_life_that_cannot_begin_is_tried_again_after_a_longer_wait(caplog: pytest.LogCaptureFixture) -> None:
