@@ -33,7 +33,7 @@ from executor.server import StepProgress
 from executor.threads import choose_num_threads
 from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
 from kernels import Backend, ChosenBackend
-from kernels.cpu import GroupwiseLinear
+from kernels.cpu import PanelLinear
 from protocol.config import FIELDS, Config
 from protocol.lifeline import Heart
 from protocol.messages import ExecutorReady
@@ -206,7 +206,7 @@ def _fingerprint(config: Config, choices: Choices) -> str:
 
 
 def _has_groupwise(model: LoadedModel) -> bool:
-    return any(isinstance(packed, GroupwiseLinear) for packed in model.products)
+    return any(isinstance(packed, PanelLinear) for packed in model.products)
 
 
 def _weight_bytes(model: LoadedModel) -> int:

@@ -24,12 +24,12 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.groupwise import GroupwiseLinear
+from kernels.cpu.panel_linear import PanelLinear
 from kernels.cpu.products import embedding, linear, pack_linear
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
-    "GroupwiseLinear",
+    "PanelLinear",
     "add_rms_norm",
     "draw",
     "embedding",

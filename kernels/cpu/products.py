@@ -1,6 +1,7 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
-Quantized weights have products of their own (`kernels.cpu.groupwise`).
+Quantized weights have products of their own (`kernels.cpu.panel_linear`), and so have bfloat16 ones where the machine has
+no instructions for them.
 
 M rows, N outputs, K inputs.
 """
@@ -12,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import groupwise
-from kernels.cpu.groupwise import GroupwiseLinear
+from kernels.cpu import panel_linear
+from kernels.cpu.panel_linear import PanelLinear
 from kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
@@ -31,7 +32,6 @@ class PlainLinear:
     bias_N: Tensor | None  # in the dtype of the product
     num_inputs: int
     num_outputs: int
-    dtype: torch.dtype  # of the weight given
     form: str  # for people
     min_rows: int  # fewer rows are padded to as many
     max_rows: int | None  # more rows are computed in slices of as many; None: never
@@ -41,45 +41,44 @@ class PlainLinear:
         return self.num_inputs * self.num_outputs * self.packed.dtype.itemsize
 
 
-def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PlainLinear | GroupwiseLinear:
+def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PlainLinear | PanelLinear:
     """See `kernels.backend`.
 
     A row's product has the same bits among any number of rows: that is tried out, once for each shape. Raises
     RuntimeError where this machine cannot keep to it.
     """
     if isinstance(weight_NK, GroupwiseWeight):
-        return groupwise.pack(weight_NK, bias_N)
+        return panel_linear.pack(weight_NK, bias_N)
     dtype = weight_NK.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a weight on the CPU is float32 or bfloat16, not {dtype}")
-    compute_dtype = _compute_dtype(dtype)
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return panel_linear.pack_bfloat16(weight_NK, bias_N)  # oneDNN's would be five to ten times slower
     num_outputs, num_inputs = weight_NK.shape
-    least, most = invariant_rows(num_outputs, num_inputs, compute_dtype, torch.get_num_threads())
+    least, most = invariant_rows(num_outputs, num_inputs, dtype, torch.get_num_threads())
     return PlainLinear(
-        packed=_reorder(weight_NK.to(compute_dtype)),
-        bias_N=None if bias_N is None else bias_N.to(compute_dtype, copy=True),
+        packed=_reorder(weight_NK),
+        bias_N=None if bias_N is None else bias_N.clone(),
         num_inputs=num_inputs,
         num_outputs=num_outputs,
-        dtype=dtype,
-        form=f"{_name(dtype)} weights, oneDNN prepacked in {_name(compute_dtype)}",
+        form=f"{_name(dtype)} weights, oneDNN prepacked",
         min_rows=least,
         max_rows=most,
     )
 
 
-def linear(x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.dtype | None = None) -> Tensor:
+def linear(x_MK: Tensor, layer: PlainLinear | PanelLinear, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.backend`.
 
-    With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded where the product is computed in
-    float32; a machine with bfloat16 instructions has rounded them (see `PlainLinear.form`).
+    With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded, but for oneDNN's: those are rounded.
     """
-    if isinstance(layer, GroupwiseLinear):
-        return groupwise.linear(x_MK, layer, out_dtype)
-    if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.dtype:
+    if isinstance(layer, PanelLinear):
+        return panel_linear.linear(x_MK, layer, out_dtype)
+    if x_MK.ndim != 2 or x_MK.shape[1] != layer.num_inputs or x_MK.dtype != layer.packed.dtype:
         raise ValueError(
-            f"expected {layer.num_inputs} inputs a row in {layer.dtype}, not {tuple(x_MK.shape)} in {x_MK.dtype}"
+            f"expected {layer.num_inputs} inputs a row in {layer.packed.dtype}, not {tuple(x_MK.shape)} in {x_MK.dtype}"
         )
-    out_dtype = out_dtype or layer.dtype
+    out_dtype = out_dtype or layer.packed.dtype
     num_rows = x_MK.shape[0]
     if num_rows == 0:
         return x_MK.new_empty((0, layer.num_outputs), dtype=out_dtype)
@@ -88,9 +87,9 @@ def linear(x_MK: Tensor, layer: PlainLinear | GroupwiseLinear, out_dtype: torch.
     return torch.cat([_slice(part, layer).to(out_dtype) for part in torch.split(x_MK, layer.max_rows)])
 
 
-def embedding(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Tensor:
+def embedding(token_ids_T: Tensor, layer: PanelLinear, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`."""
-    return groupwise.embedding(token_ids_T, layer, dtype)
+    return panel_linear.embedding(token_ids_T, layer, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,7 +124,6 @@ def _begins_with(y_MN: Tensor, expected_MN: Tensor) -> bool:
 def _slice(x_MK: Tensor, layer: PlainLinear) -> Tensor:
     """Return the product of at most `max_rows` rows, in the dtype of the product."""
     num_rows = x_MK.shape[0]
-    x_MK = x_MK.to(layer.packed.dtype)
     if num_rows < layer.min_rows:
         x_MK = functional.pad(x_MK, (0, 0, 0, layer.min_rows - num_rows))
     return _product(x_MK, layer.packed, layer.bias_N)[:num_rows]
@@ -135,16 +133,6 @@ def _random(rows: int, columns: int, generator: torch.Generator) -> Tensor:
     """Return normal numbers; a large matrix repeats some of its rows."""
     distinct = min(rows, max(1, 2**20 // columns))
     return torch.randn(distinct, columns, generator=generator).repeat(-(-rows // distinct), 1)[:rows].contiguous()
-
-
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the product: float32 also for bfloat16 where the machine has no instructions for that.
-
-    There plain bfloat16 products are five to ten times slower than float32 ones.
-    """
-    if dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    return torch.float32
 
 
 def _reorder(weight_NK: Tensor) -> Tensor:

@@ -5,16 +5,18 @@
 Every operation is one IEEE operation per lane, in the order written: a result has the same bits on every machine and
 in every loop that computes it. The compiler maps a vector to two AVX2 registers or one AVX-512 register.
 
+Some operations take a vector's 512 bits as 16, 32 or 64 integers; their names end in the kind: `_i32`, `_i16`, `_i8`.
+
 Memory is a Numba array or a pointer made by `pointer`; 16-bit memory is bfloat16, widened by `load` and rounded to
 nearest even by `store`.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.core.datamodel import models
@@ -309,18 +311,18 @@ def fma(typingctx, factor, other, addend):
 
 
 @intrinsic
-def low_bits(typingctx, words, mask):
-    """Return each lane's 32 bits & mask, a number from 0 on, as float32."""
+def and_i32(typingctx, words, mask):
+    """Return each lane's 32 bits & mask."""
 
     def generate(context, builder, signature, args):
         mask = _broadcast(builder, builder.trunc(args[1], _INT32))
-        return builder.sitofp(builder.and_(builder.bitcast(args[0], _ints(32)), mask), _FLOATS)
+        return builder.bitcast(builder.and_(builder.bitcast(args[0], _ints(32)), mask), _FLOATS)
 
     return vector(vector, types.int64), generate
 
 
 @intrinsic
-def shift_right(typingctx, words, count):
+def shift_right_i32(typingctx, words, count):
     """Return each lane's 32 bits >> count."""
 
     def generate(context, builder, signature, args):
@@ -328,6 +330,38 @@ def shift_right(typingctx, words, count):
         return builder.bitcast(builder.lshr(builder.bitcast(args[0], _ints(32)), count), _FLOATS)
 
     return vector(vector, types.int64), generate
+
+
+@intrinsic
+def shift_left_i32(typingctx, words, count):
+    """Return each lane's 32 bits << count."""
+
+    def generate(context, builder, signature, args):
+        count = _broadcast(builder, builder.trunc(args[1], _INT32))
+        return builder.bitcast(builder.shl(builder.bitcast(args[0], _ints(32)), count), _FLOATS)
+
+    return vector(vector, types.int64), generate
+
+
+def _store_low_bits(bits: int, order: list[int]) -> Any:
+    """Return an intrinsic that writes the low `bits` of 16 words side by side, each four (or eight) in another order."""
+
+    @intrinsic
+    def write(typingctx, memory, index, words):
+        def generate(context, builder, signature, args):
+            low = builder.trunc(builder.bitcast(args[2], _ints(32)), _ints(bits))
+            low = builder.shuffle_vector(low, low, _ints(32, order))
+            address = _address(context, builder, memory, *args[:2])
+            builder.store(low, builder.bitcast(address, low.type.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.none(memory, types.int64, vector), generate
+
+    return write
+
+
+store_low_i8 = _store_low_bits(8, [base + i for base in (0, 8) for i in (0, 2, 4, 6, 1, 3, 5, 7)])
+store_low_i16 = _store_low_bits(16, [base + i for base in (0, 4, 8, 12) for i in (0, 2, 1, 3)])
 
 
 @intrinsic(prefer_literal=True)
@@ -358,6 +392,140 @@ def add_products(typingctx, sums, memory, index, stride, row):
         return context.make_tuple(builder, signature.return_type, added)
 
     return sums(sums, memory, types.int64, types.int64, vector), generate
+
+
+def _integers(count: int, bits: int) -> Any:
+    return ir.VectorType(ir.IntType(bits), count)
+
+
+def _elements(builder: ir.IRBuilder, value: ir.Value, indices: Any) -> ir.Value:
+    indices = list(indices)
+    return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(_INT32, len(indices)), indices))
+
+
+def _in_registers(
+    builder: ir.IRBuilder, name: str, width: int, left: ir.Value, right: ir.Value, result_bits: int
+) -> ir.Value:
+    """Return the target's operation `name` of two vectors, done in registers of `width` bits."""
+    bits, count = left.type.element.width, left.type.count
+    lanes, result_lanes = width // bits, width // result_bits
+    part, result = _integers(lanes, bits), _integers(result_lanes, result_bits)
+    operation = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [part, part]), name)
+    if lanes == count:
+        return builder.call(operation, [left, right])
+    low, high = (
+        builder.call(operation, [_elements(builder, value, range(first, first + lanes)) for value in (left, right)])
+        for first in (0, lanes)
+    )
+    return builder.shuffle_vector(low, high, ir.Constant(_integers(2 * result_lanes, 32), list(range(2 * result_lanes))))
+
+
+def _sum_pairs(builder: ir.IRBuilder, products: ir.Value) -> ir.Value:
+    count = products.type.count
+    return builder.add(_elements(builder, products, range(0, count, 2)), _elements(builder, products, range(1, count, 2)))
+
+
+def emit_byte_products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, features: Mapping[str, bool]) -> ir.Value:
+    """Return 32 sums of 16 bits: products of neighbouring bytes, of `codes` without and of `x` with a sign, in pairs."""
+    if features.get("avx512bw"):
+        return _in_registers(builder, "llvm.x86.avx512.pmaddubs.w.512", 512, codes, x, 16)
+    if features.get("avx2"):
+        return _in_registers(builder, "llvm.x86.avx2.pmadd.ub.sw", 256, codes, x, 16)
+    wide = _integers(64, 16)
+    return _sum_pairs(builder, builder.mul(builder.zext(codes, wide), builder.sext(x, wide)))
+
+
+def emit_word_products(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, features: Mapping[str, bool]) -> ir.Value:
+    """Return 16 sums of 32 bits: products of neighbouring 16-bit numbers in pairs."""
+    if features.get("avx512bw"):
+        return _in_registers(builder, "llvm.x86.avx512.pmaddw.d.512", 512, left, right, 32)
+    if features.get("avx2"):
+        return _in_registers(builder, "llvm.x86.avx2.pmadd.wd", 256, left, right, 32)
+    wide = _integers(32, 32)
+    return _sum_pairs(builder, builder.mul(builder.sext(left, wide), builder.sext(right, wide)))
+
+
+def integer_products(bits: int, features: Mapping[str, bool]) -> Any:
+    """Return the intrinsic for numbers of 8 or 16 bits on a machine with `features`; see add_products_i8, _i16."""
+    emit = {8: emit_byte_products, 16: emit_word_products}[bits]
+
+    @intrinsic
+    def add(typingctx, sums, memory, index, stride, row):
+        def generate(context, builder, signature, args):
+            sums, memory, index, stride, row = args
+            row = builder.bitcast(row, _integers(512 // bits, bits))
+            added = []
+            for total in cgutils.unpack_tuple(builder, sums):
+                address = _address(context, builder, signature.args[1], memory, index)
+                word = builder.load(builder.bitcast(address, _INT32.as_pointer()), align=4)
+                x = builder.bitcast(_broadcast(builder, word), row.type)
+                products = emit(builder, row, x, features)
+                total = builder.add(builder.bitcast(total, products.type), products)
+                added.append(builder.bitcast(total, _FLOATS))
+                index = builder.add(index, stride)
+            return context.make_tuple(builder, signature.return_type, added)
+
+        return sums(sums, memory, types.int64, types.int64, vector), generate
+
+    return add
+
+
+_FEATURES = binding.get_host_cpu_features()
+
+# As add_products, in integers: each 32 bits of x hold 4 bytes with a sign, those of the row 4 bytes without, and a sum
+# is 32 numbers of 16 bits, each of two products at a time. That they fit is for the caller to know.
+add_products_i8 = integer_products(8, _FEATURES)
+add_products_i16 = integer_products(16, _FEATURES)  # of 2 numbers with a sign; a sum is 16 numbers of 32 bits
+
+
+@intrinsic
+def sum_pairs_i16(typingctx, sums):
+    """Return, for each of a tuple of sums, neighbouring 16-bit numbers added up to 32 bits."""
+
+    def generate(context, builder, signature, args):
+        ones = ir.Constant(_integers(32, 16), [1] * 32)
+        paired = [
+            emit_word_products(builder, builder.bitcast(total, ones.type), ones, _FEATURES)
+            for total in cgutils.unpack_tuple(builder, args[0])
+        ]
+        return context.make_tuple(
+            builder, signature.return_type, [builder.bitcast(total, _FLOATS) for total in paired]
+        )
+
+    return sums(sums), generate
+
+
+@intrinsic
+def add_scaled(typingctx, sums, factors, added, first, stride, scales, offsets, out, out_first, out_stride):
+    """Add, for each i of a tuple of sums (32-bit integers), sums[i] * factors[i] * scales + added[i] * offsets to out.
+
+    factors[i] and added[i] are elements of memory, `stride` apart, from `first`; `scales` and `offsets` are vectors;
+    the vector of out is at out_first + i * out_stride. Each sum is rounded to a float32, multiplied by its factor, and
+    added with a fused multiply-add; then the other product is, with another.
+    """
+
+    def generate(context, builder, signature, args):
+        sums, factors, added, first, stride, scales, offsets, out, out_first, out_stride = args
+        kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+        fused = builder.module.declare_intrinsic("llvm.fma.v16f32", (), kind)
+
+        def element(memory, value):
+            address = _address(context, builder, signature.args[memory], value, first)
+            return _broadcast(builder, builder.load(builder.bitcast(address, _FLOAT.as_pointer()), align=4))
+
+        for total in cgutils.unpack_tuple(builder, sums):
+            floats = builder.fmul(builder.sitofp(builder.bitcast(total, _ints(32)), _FLOATS), element(1, factors))
+            address = builder.bitcast(
+                _address(context, builder, signature.args[7], out, out_first), _FLOATS.as_pointer()
+            )
+            result = builder.call(fused, [floats, scales, builder.load(address, align=4)])
+            result = builder.call(fused, [element(2, added), offsets, result])
+            builder.store(result, address, align=4)
+            first, out_first = builder.add(first, stride), builder.add(out_first, out_stride)
+        return context.get_dummy_value()
+
+    integers = [types.int64] * 2
+    return types.none(sums, factors, added, *integers, vector, vector, out, *integers), generate
 
 
 @intrinsic

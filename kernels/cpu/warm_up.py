@@ -8,7 +8,7 @@ from itertools import chain
 import torch
 
 from kernels import cpu
-from kernels.cpu import groupwise
+from kernels.cpu import panel_linear
 from kernels.groupwise import GroupwiseWeight
 
 
@@ -48,6 +48,6 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
 def _groupwise_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """They take every dtype: one call each will do."""
     weight = GroupwiseWeight(torch.zeros(1, 16, dtype=torch.uint8), 8, 16, torch.zeros(1, 1), None)
-    layer = groupwise.pack(weight, None)
-    yield "groupwise linear", partial(groupwise.linear, torch.zeros(1, 16), layer, None)
-    yield "groupwise embedding", partial(groupwise.embedding, torch.zeros(1, dtype=torch.int64), layer, torch.float32)
+    layer = panel_linear.pack(weight, None)
+    yield "groupwise linear", partial(panel_linear.linear, torch.zeros(1, 16), layer, None)
+    yield "groupwise embedding", partial(panel_linear.embedding, torch.zeros(1, dtype=torch.int64), layer, torch.float32)

@@ -84,6 +84,18 @@ FORMS = pytest.mark.parametrize(
 )
 
 
+LARGEST_INPUT = {4: 127, 8: 32767}  # to which inputs are rounded, by the bits of the weights
+
+
+def rounded(x: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs as products take them, and the size of the rounding's steps, float64."""
+    chunks = x.float().unflatten(1, (-1, 32 if group_size % 32 == 0 else 16))
+    size = chunks.abs().amax(-1, keepdim=True)
+    inverse = torch.where(size > 0, torch.full_like(size, LARGEST_INPUT[bits]) / size, 0).double()
+    steps = (size / LARGEST_INPUT[bits]).double()
+    return (torch.round(chunks.double() * inverse) * steps).flatten(1), steps.expand(chunks.shape).flatten(1)
+
+
 @FORMS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_dequantized_weight(
@@ -95,20 +107,36 @@ def test_products_are_those_of_the_dequantized_weight(
     scale_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> None:
-    """Within 1e-6 of the sum of the products' sizes, and one rounding to bfloat16."""
+    """Within 1e-6 of the sum of the products' sizes, with inputs rounded by half a step at most; then to bfloat16."""
     weight = make_weight(bits, group_size, num_outputs, num_inputs, offsets, scale_dtype)
     generator = torch.Generator().manual_seed(0)
     bias = torch.randn(num_outputs, generator=generator) if offsets else None
     layer = cpu.pack_linear(weight, bias)
     dense = weight.dequantize().double()
+    largest_code = 2**bits - 1
     for num_rows in (0, 1, 3, 8, 33, 200):
         x = torch.randn(num_rows, num_inputs, generator=generator).to(dtype)
-        expected = x.double() @ dense.T + (0 if bias is None else bias)
-        bound = 1e-6 * (x.double().abs() @ dense.abs().T + 1)
+        x[:1, :16] = 0
+        inputs, steps = rounded(x, bits, group_size)
+        assert ((inputs - x.double()).abs() <= 0.51 * steps).all()
+        expected = inputs @ dense.T + (0 if bias is None else bias)
         out = cpu.linear(x, layer, torch.float32)
+        bound = 1e-6 * (inputs.abs() @ (dense.abs() + largest_code * weight.scales_NG.max()).T + 1)
         assert out.shape == (num_rows, num_outputs)
         assert ((out - expected).abs() <= bound).all()
         assert torch.equal(cpu.linear(x, layer), out.to(dtype))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_shows_in_its_row_alone(bits: int, broken: float) -> None:
+    layer = cpu.pack_linear(make_weight(bits, 32, 40, 64, True))
+    x = torch.ones(5, 64)
+    whole = cpu.linear(x, layer)
+    x[2, 50] = broken
+    for rows in (x, x[2:3]):
+        assert not cpu.linear(rows, layer)[rows.isfinite().logical_not().any(-1)].isfinite().any()
+    assert torch.equal(cpu.linear(x, layer)[[0, 1, 3, 4]], whole[[0, 1, 3, 4]])
 
 
 @FORMS
@@ -142,7 +170,8 @@ def test_bits_of_a_row_do_not_depend_on_rows_or_threads(bits: int, group_size: i
 def test_a_packed_weight_takes_what_the_quantized_one_does(bits: int, offsets: bool, num_bytes: int) -> None:
     weight = make_weight(bits, 32, 70, 64, offsets)
     layer = cpu.pack_linear(weight)
-    assert layer.form == f"{bits}-bit weights in groups of 32, multiplied in float32"
+    rounded_bits = {4: 8, 8: 16}[bits]
+    assert layer.form == f"{bits}-bit weights in groups of 32, times inputs of {rounded_bits} bits"
     assert layer.nbytes == num_bytes  # outputs padded to 96
     codes = weakref.ref(weight.codes_NB)
     del weight

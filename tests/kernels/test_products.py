@@ -77,9 +77,9 @@ def test_weight_and_bias_are_not_kept(dtype: torch.dtype) -> None:
 
 
 def test_form_says_how_products_are_computed() -> None:
-    assert cpu.pack_linear(draw(8, 8)).form == "float32 weights, oneDNN prepacked in float32"
+    assert cpu.pack_linear(draw(8, 8)).form == "float32 weights, oneDNN prepacked"
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    form = f"bfloat16 weights, oneDNN prepacked in {'bfloat16' if native else 'float32'}"
+    form = f"bfloat16 weights, {'oneDNN prepacked' if native else 'multiplied in float32'}"
     assert cpu.pack_linear(draw(8, 8, dtype=BFLOAT16)).form == form
 
 

@@ -1,7 +1,11 @@
+from collections.abc import Callable
+
 import numpy as np
+import pytest
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from kernels.cpu.jit import kernel
-from kernels.cpu.simd import LANES, load, store, tanh
+from kernels.cpu.simd import LANES, integer_products, load, store, tanh, zeros
 
 
 @kernel(cache=False)
@@ -22,3 +26,33 @@ def test_tanh_is_as_close_as_it_says() -> None:
     out = np.empty_like(special)
     tanh_of_each(special, out)
     np.testing.assert_array_equal(out[:4], [1.0, -1.0, np.nan, 0.0])
+
+
+def products_of(bits: int, features: dict[str, bool]) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+    """Return a kernel that writes the sums of products of a word of x, for two rows, with a vector of operands."""
+    add = integer_products(bits, features)
+
+    @kernel(cache=False)
+    def run(x: np.ndarray, operands: np.ndarray, out: np.ndarray) -> None:
+        sums = add(zeros(2), x, 0, 1, load(operands, 0))
+        sums = add(sums, x, 0, 1, load(operands, 0))
+        store(out, 0, sums[0])
+        store(out, LANES, sums[1])
+
+    return run
+
+
+@pytest.mark.parametrize("features", [{}, {"avx2": True}])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_integer_products_are_exact(bits: int, features: dict[str, bool]) -> None:
+    if features and not binding.get_host_cpu_features().get("avx2"):
+        pytest.skip("this machine has no AVX2")
+    generator = np.random.default_rng(0)
+    kind, wide = (np.int8, np.int16) if bits == 8 else (np.int16, np.int32)
+    x = generator.integers(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), 64 // bits).astype(kind)
+    operands = generator.integers(0, 16 if bits == 8 else 256, 512 // bits).astype(np.uint8 if bits == 8 else np.int16)
+    out = np.zeros(2 * LANES, np.float32)
+    products_of(bits, features)(x.view(np.float32), operands.view(np.float32), out)
+    for row, inputs in enumerate(np.split(x, 2)):
+        products = np.tile(inputs, LANES).astype(wide) * operands.astype(wide)
+        np.testing.assert_array_equal(np.split(out.view(wide), 2)[row], 2 * products.reshape(-1, 2).sum(-1))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu import groupwise_kernels
+from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE
 from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up
@@ -107,7 +107,7 @@ def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     like = numba.typeof(LIKE[dtype])
     compiled = {name for name, kernel in kernels.items() if like in {kind for (kind, *_) in kernel.signatures}}
     assert compiled == kernels.keys() - {"first_outside"}
-    assert len(groupwise_kernels.linear.signatures) == len(groupwise_kernels.embedding.signatures) == 1
+    assert len(panel_products.linear.signatures) == len(panel_products.embedding.signatures) == 1
     assert len(cpu.pointwise.first_outside.signatures) == len(cpu.sampling.draw.signatures) == 1
 
 

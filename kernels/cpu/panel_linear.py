@@ -1,4 +1,4 @@
-"""Linear layers with weights of 4 or 8 bits on the CPU, which stay quantized.
+"""Linear layers on the CPU whose weights stay in 4, 8 or 16 bits (see `kernels.cpu.panels`).
 
 T tokens or rows, N outputs, K inputs, G groups of inputs.
 """
@@ -9,28 +9,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import groupwise_kernels
+from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE, contiguous, require_inside
-from kernels.cpu.groupwise_kernels import PANEL
+from kernels.cpu.panels import PANEL
 from kernels.groupwise import GroupwiseWeight
+
+ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupwiseLinear:
-    """A linear layer in the layout of `kernels.cpu.groupwise_kernels`, with outputs padded to whole panels."""
+class PanelLinear:
+    """A linear layer in the layout of `kernels.cpu.panels`, with outputs padded to whole panels."""
 
-    codes: Tensor  # int32, (panels, words a row, PANEL)
-    scales: Tensor  # (panels, G, PANEL), float16 or float32
+    codes: Tensor  # int32, (panels, words of an output, PANEL)
+    scales: Tensor | None  # (panels, G, PANEL), float16 or float32; None: the codes are bfloat16 numbers
     offsets: Tensor | None  # as scales
     bias: Tensor | None  # float32
     num_outputs: int
     num_inputs: int
-    group_size: int
+    group_size: int  # 0: there are no groups
     bits: int
 
     @property
     def form(self) -> str:
-        return f"{self.bits}-bit weights in groups of {self.group_size}, multiplied in float32"
+        if self.bits == 16:
+            return "bfloat16 weights, multiplied in float32"
+        rounded = ROUNDED_BITS[self.bits]
+        return f"{self.bits}-bit weights in groups of {self.group_size}, times inputs of {rounded} bits"
 
     @property
     def nbytes(self) -> int:
@@ -45,7 +50,7 @@ class GroupwiseLinear:
         return codes, scales, offsets, bias
 
 
-def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> GroupwiseLinear:
+def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PanelLinear:
     """Return a layer that holds nothing of `weight`. Raises ValueError if the weight is not what its class says."""
     for name, values in (("scales", weight.scales_NG), ("offsets", weight.offsets_NG)):
         if values is not None and (values.dtype not in (torch.float16, torch.float32) or not values.is_cpu):
@@ -53,11 +58,11 @@ def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> GroupwiseLinear:
     if weight.num_inputs % weight.group_size != 0:
         raise ValueError(f"{weight.num_inputs} inputs are no whole number of groups of {weight.group_size}")
     codes_NB = weight.codes_NB.clone(memory_format=torch.contiguous_format)  # from an address that suits int32
-    return GroupwiseLinear(
+    return PanelLinear(
         codes=_in_panels(codes_NB.view(torch.int32)),
         scales=_in_panels(weight.scales_NG),
         offsets=None if weight.offsets_NG is None else _in_panels(weight.offsets_NG),
-        bias=None if bias_N is None else functional.pad(bias_N.float(), (0, -len(bias_N) % PANEL)).clone(),
+        bias=_padded_bias(bias_N),
         num_outputs=weight.num_outputs,
         num_inputs=weight.num_inputs,
         group_size=weight.group_size,
@@ -65,7 +70,23 @@ def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> GroupwiseLinear:
     )
 
 
-def linear(x_TK: Tensor, layer: GroupwiseLinear, out_dtype: torch.dtype | None) -> Tensor:
+def pack_bfloat16(weight_NK: Tensor, bias_N: Tensor | None) -> PanelLinear:
+    """Return a layer with a copy of a bfloat16 weight."""
+    num_outputs, num_inputs = weight_NK.shape
+    padded_NK = functional.pad(weight_NK, (0, num_inputs % 2)).contiguous()
+    return PanelLinear(
+        codes=_in_panels(padded_NK.view(torch.int32)),
+        scales=None,
+        offsets=None,
+        bias=_padded_bias(bias_N),
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        group_size=0,
+        bits=16,
+    )
+
+
+def linear(x_TK: Tensor, layer: PanelLinear, out_dtype: torch.dtype | None) -> Tensor:
     """See `kernels.backend`; sums are float32 and rounded once. A row has the same bits among any number of rows."""
     if x_TK.ndim != 2 or x_TK.shape[1] != layer.num_inputs or not x_TK.is_cpu:
         raise ValueError(f"expected {layer.num_inputs} inputs a row on the CPU, not {tuple(x_TK.shape)}")
@@ -75,32 +96,36 @@ def linear(x_TK: Tensor, layer: GroupwiseLinear, out_dtype: torch.dtype | None) 
     out_TN = torch.empty(num_rows, layer.num_outputs, dtype=dtype)
     if num_rows > 0:
         memory = (out_TN.data_ptr(), x_TK.data_ptr(), *layer.addresses)
-        groupwise_kernels.linear(memory, sizes, torch.get_num_threads())
+        panel_products.linear(memory, sizes, torch.get_num_threads())
     return out_TN
 
 
-def embedding(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Tensor:
+def embedding(token_ids_T: Tensor, layer: PanelLinear, dtype: torch.dtype) -> Tensor:
     """See `kernels.backend`. Raises IndexError on a token (int64) without a row."""
     token_ids_T = contiguous(token_ids_T, torch.int64)
     require_inside("id", token_ids_T, 0, layer.num_outputs)
     sizes = _sizes(len(token_ids_T), layer, dtype, dtype)
     out_TK = torch.empty(len(token_ids_T), layer.num_inputs, dtype=dtype)
-    groupwise_kernels.embedding((out_TK.data_ptr(), 0, *layer.addresses), sizes, token_ids_T.numpy())
+    panel_products.embedding((out_TK.data_ptr(), 0, *layer.addresses), sizes, token_ids_T.numpy())
     return out_TK
 
 
 def _sizes(
-    num_rows: int, layer: GroupwiseLinear, out_dtype: torch.dtype, x_dtype: torch.dtype
+    num_rows: int, layer: PanelLinear, out_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """Return the fields of `groupwise_kernels.Product` from num_rows on."""
+    """Return the fields of `panel_products.Product` from num_rows on."""
     for dtype in (out_dtype, x_dtype):
         if dtype not in LIKE:
             raise ValueError(f"activations on the CPU are float32 or bfloat16, not {dtype}")
     return (
         *(num_rows, layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits),
-        *(out_dtype.itemsize, x_dtype.itemsize, layer.scales.itemsize),
-        0 if layer.offsets is None else layer.offsets.itemsize,
+        *(out_dtype.itemsize, x_dtype.itemsize),
+        *(0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)),
     )
+
+
+def _padded_bias(bias_N: Tensor | None) -> Tensor | None:
+    return None if bias_N is None else functional.pad(bias_N.float(), (0, -len(bias_N) % PANEL)).clone()
 
 
 def _in_panels(values_NG: Tensor) -> Tensor:

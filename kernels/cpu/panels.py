@@ -1,0 +1,467 @@
+# Numba infers the types.
+# mypy: allow-untyped-defs, allow-untyped-calls
+"""Weights of 4, 8 or 16 bits in panels, and the product of some rows with one panel.
+
+Outputs lie in panels of 32, as two vectors. A panel has words of 32 bits: one for each 8, 4 or 2 inputs and each
+output, the first input's code lowest. For each group of inputs there are 32 scales and, if there are any, 32 offsets;
+codes of 16 bits are bfloat16 numbers and have neither.
+
+Of each word two operands are made, of every other input each: 4 bytes, 2 numbers of 16 bits, or 1 float32. The inputs
+of a row are brought to the same order and kind. Those that meet codes of 4 bits are rounded to 8 bits (as in
+llama.cpp's Q8_1), those that meet 8 bits to 16: a chunk of 32 inputs (16, where groups ask for it) has one factor. The
+products of a chunk are then added up in integers, exactly.
+
+One output of one row is always the same sequence of operations. Of integers: a chunk's sum, times the row's factor,
+times the scale, added to the chunks before with a fused multiply-add; then the sum of the row's inputs times the offset
+likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up. How
+many rows there are decides only where the operands stand meanwhile: in registers for one row, otherwise in a tile that
+stays in the first cache while all rows of a block pass by.
+
+M rows, N outputs, K inputs.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import binding  # type: ignore[import-untyped]
+
+from kernels.cpu.jit import routine
+from kernels.cpu.simd import (
+    LANES,
+    add_products,
+    add_products_i8,
+    add_products_i16,
+    add_scaled,
+    and_i32,
+    copy_sign,
+    fma,
+    largest_lane,
+    load,
+    load_half,
+    load_part,
+    load_splat,
+    maximum,
+    pointer,
+    shift_left_i32,
+    shift_right_i32,
+    splat,
+    store,
+    store_low_i8,
+    store_low_i16,
+    sum_of_lanes,
+    sum_pairs_i16,
+    zeros,
+)
+
+PANEL = 2 * LANES  # outputs
+TILE = 128  # inputs: a panel's operands take 4, 8 or 16 KiB of the first cache
+CACHE_LINE = 16  # float32
+BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
+ROWS = 4  # at once, of integers: the sums of each take two registers
+FLOAT_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
+FEW = 4  # rows of floats that are faster done in pairs
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
+
+
+class Product(NamedTuple):
+    """The call: addresses (0: there is none), sizes, and the bytes of an element."""
+
+    out: int
+    x: int
+    codes: int
+    scales: int
+    offsets: int
+    bias: int
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    group_size: int
+    bits: int
+    out_bytes: int  # 4: float32, 2: bfloat16
+    x_bytes: int
+    scale_bytes: int  # 4: float32, 2: float16
+    offset_bytes: int
+
+
+class Group(NamedTuple):
+    """What makes weights of the codes of 16 outputs in one group of inputs: vectors."""
+
+    scales: Any
+    offsets: Any
+
+
+class Scratch(NamedTuple):
+    """One thread's memory: sizes, and addresses of float32 (an array would be counted at every call).
+
+    A block of rows lies tile by tile: the tile's inputs of the first row, of the second, ...
+    """
+
+    chunk: int  # inputs; a divisor of the group
+    chunk_shift: int  # what divides by it: a division takes as long as ten products
+    num_chunks: int
+    num_groups: int
+    row_words: int  # of x, in one tile and row
+    tile_words: int  # of x, in one tile of all rows of a block
+    x: int  # words of 32 bits
+    factors_MC: int  # of each row and chunk
+    x_sums_MC: int  # of the inputs of each chunk
+    operands: int  # of one tile and panel: an operand of each output for each word of x
+    sums_MN: int  # of one block and panel
+
+
+@routine()
+def round_up(value, multiple):
+    return (value + multiple - 1) // multiple * multiple
+
+
+@routine()
+def num_panels(product):
+    return (product.num_outputs + PANEL - 1) // PANEL
+
+
+@routine()
+def rows_at_once(product):
+    return FLOAT_ROWS if product.bits == 16 else ROWS
+
+
+@routine()
+def rows_of_block(product):
+    num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
+    return round_up((product.num_rows + num_blocks - 1) // num_blocks, rows_at_once(product))
+
+
+@routine(forceinline=True)
+def _x_words(product, num_inputs):
+    """Return how many words of x hold `num_inputs` of one row."""
+    return num_inputs * product.bits // 16
+
+
+@routine()
+def new_scratch(product):
+    """Return a Scratch for blocks of the product, and the array that it lies in: to be kept as long."""
+    rows, num_tiles = rows_of_block(product), (product.num_inputs + TILE - 1) // TILE
+    chunk_shift = 5 if product.group_size % 32 == 0 else 4
+    chunk = 1 << chunk_shift
+    num_chunks = 0 if product.bits == 16 else product.num_inputs // chunk
+    num_groups = 0 if product.bits == 16 else product.num_inputs // product.group_size
+    row_words = _x_words(product, TILE)
+    sizes = (num_tiles * rows * row_words, rows * num_chunks, rows * num_chunks, row_words * PANEL, rows * PANEL)
+    memory = np.zeros(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4] + CACHE_LINE, np.float32)
+    x = round_up(memory.ctypes.data, 4 * CACHE_LINE)
+    operands = x + 4 * sizes[0]
+    sums_MN = operands + 4 * sizes[3]
+    factors_MC = sums_MN + 4 * sizes[4]
+    x_sums_MC = factors_MC + 4 * sizes[1]
+    scratch = Scratch(
+        *(chunk, chunk_shift, num_chunks, num_groups, row_words, rows * row_words),
+        *(x, factors_MC, x_sums_MC, operands, sums_MN),
+    )
+    return scratch, memory
+
+
+@routine(forceinline=True)
+def _floats(address):
+    return pointer(address, np.float32)
+
+
+# The inputs.
+
+
+@routine(forceinline=True)
+def _load_x(product, index, count):
+    if product.x_bytes == 4:
+        return load_part(pointer(product.x, np.float32), index, count)
+    return load_part(pointer(product.x, np.uint16), index, count)
+
+
+@routine(forceinline=True)
+def _x_at(product, row, k, scratch):
+    """Return where in scratch.x the word of input k of a block's row is."""
+    return k // TILE * scratch.tile_words + row * scratch.row_words + _x_words(product, k % TILE)
+
+
+@routine(forceinline=True)
+def _store_rounded(product, lanes, inverse, at, scratch):
+    """Write 16 inputs times `inverse` as whole numbers; return the sum of these. A NaN becomes some number."""
+    shifted = fma(lanes, inverse, splat(_ROUND_MAGIC))
+    if product.bits == 4:
+        store_low_i8(_floats(scratch.x), at, shifted)
+    else:
+        store_low_i16(_floats(scratch.x), at, shifted)
+    return sum_of_lanes(shifted - splat(_ROUND_MAGIC))
+
+
+@routine()
+def _load_rounded_row(product, source, row, scratch):
+    """Write a row of inputs, rounded chunk by chunk. A chunk that is not finite has a factor of NaN."""
+    chunk, largest = scratch.chunk, np.float32(127.0) if product.bits == 4 else np.float32(32767.0)
+    at = row * scratch.num_chunks
+    for k in range(0, product.num_inputs, chunk):
+        low = _load_x(product, source + k, LANES)
+        high = low
+        if chunk == 32:
+            high = _load_x(product, source + k + LANES, LANES)
+        size = largest_lane(maximum(copy_sign(low, splat(_ONE)), copy_sign(high, splat(_ONE))))
+        nan_or_zero = sum_of_lanes(fma(low, splat(_ZERO), high * splat(_ZERO)))
+        inverse = splat(largest / size if size > _ZERO else _ZERO)
+        x_sum = _store_rounded(product, low, inverse, _x_at(product, row, k, scratch), scratch)
+        if chunk == 32:
+            x_sum += _store_rounded(product, high, inverse, _x_at(product, row, k + LANES, scratch), scratch)
+        factor = size / largest + nan_or_zero
+        _floats(scratch.factors_MC)[at] = factor
+        _floats(scratch.x_sums_MC)[at] = factor * x_sum
+        at += 1
+
+
+@routine()
+def load_rows(product, first_row, num_rows, scratch):
+    """Fill scratch with the inputs of rows first_row to first_row + num_rows."""
+    for row in range(num_rows):
+        source = (first_row + row) * product.num_inputs
+        if product.bits == 16:
+            for k in range(0, product.num_inputs, LANES):
+                store(_floats(scratch.x), _x_at(product, row, k, scratch), _load_x(product, source + k, product.num_inputs - k))
+        else:
+            _load_rounded_row(product, source, row, scratch)
+
+
+# The weights.
+
+
+@routine(forceinline=True)
+def _load_floats(address, num_bytes, index):
+    if num_bytes == 2:
+        return load_half(pointer(address, np.uint16), index)
+    return load(pointer(address, np.float32), index)
+
+
+@routine(forceinline=True)
+def load_group(product, panel, num_groups, group, column):
+    at = (panel * num_groups + group) * PANEL + column
+    scales = _load_floats(product.scales, product.scale_bytes, at)
+    if product.offsets == 0:
+        return Group(scales, scales * splat(np.float32(-(1 << (product.bits - 1)))))
+    return Group(scales, _load_floats(product.offsets, product.offset_bytes, at))
+
+
+@routine(forceinline=True)
+def first_word(product, panel, k):
+    words_of_output = (product.num_inputs * product.bits + 31) // 32
+    return (panel * words_of_output + k * product.bits // 32) * PANEL
+
+
+@routine(forceinline=True)
+def _first_operand(words, bits):
+    if bits == 16:
+        return shift_left_i32(words, 16)
+    return and_i32(words, 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
+
+
+@routine(forceinline=True)
+def _second_operand(words, bits):
+    if bits == 16:
+        return and_i32(words, 0xFFFF0000)
+    return and_i32(shift_right_i32(words, bits), 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
+
+
+@routine(forceinline=True)
+def _unpack(words, at, bits, num_words, operands):
+    for target in range(0, 2 * num_words * PANEL, 2 * PANEL):
+        for column in range(0, PANEL, LANES):
+            codes = load(words, at + column)
+            store(operands, target + column, _first_operand(codes, bits))
+            store(operands, target + PANEL + column, _second_operand(codes, bits))
+        at += PANEL
+
+
+@routine()
+def _load_operands(product, panel, first, end, scratch):
+    """Fill scratch.operands with a panel's of inputs first to end."""
+    words, at = pointer(product.codes, np.float32), first_word(product, panel, first)
+    if product.bits == 4:  # as a constant: shifts by constants are faster
+        _unpack(words, at, 4, (end - first) // 8, _floats(scratch.operands))
+    elif product.bits == 8:
+        _unpack(words, at, 8, (end - first) // 4, _floats(scratch.operands))
+    else:
+        _unpack(words, at, 16, (end - first + 1) // 2, _floats(scratch.operands))
+
+
+# Products of integers.
+
+
+@routine(forceinline=True)
+def _add_chunk(sums, group, chunk, row, column, scratch):
+    """Add one chunk's sums of some rows, which begin with `row`, to scratch.sums_MN."""
+    add_scaled(
+        sums,
+        *(_floats(scratch.factors_MC), _floats(scratch.x_sums_MC), row * scratch.num_chunks + chunk, scratch.num_chunks),
+        *(group.scales, group.offsets),
+        *(_floats(scratch.sums_MN), row * PANEL + column, PANEL),
+    )
+
+
+@routine(forceinline=True)
+def _chunk_of_bytes(scratch, x_at, at, num_words):
+    """Return the sums of a chunk of ROWS rows; the number of words is a constant, so that the loop is none."""
+    sums = zeros(ROWS)
+    for word in range(num_words):
+        operand = load(_floats(scratch.operands), at + word * PANEL)
+        sums = add_products_i8(sums, _floats(scratch.x), x_at + word, scratch.row_words, operand)
+    return sum_pairs_i16(sums)
+
+
+@routine(forceinline=True)
+def _multiply_group(product, group, first, end, row, column, operands_at, scratch):
+    """Add the products of ROWS rows with the operands of inputs first to end, of one group and tile, to their sums."""
+    x_at, at = _x_at(product, row, first, scratch), operands_at + column
+    num_words, chunk = _x_words(product, scratch.chunk), first >> scratch.chunk_shift
+    for _ in range(first, end, scratch.chunk):
+        if product.bits == 8:
+            sums = zeros(ROWS)
+            for _ in range(num_words):
+                sums = add_products_i16(sums, _floats(scratch.x), x_at, scratch.row_words, load(_floats(scratch.operands), at))
+                x_at, at = x_at + 1, at + PANEL
+        elif scratch.chunk == 32:
+            sums = _chunk_of_bytes(scratch, x_at, at, 8)
+            x_at, at = x_at + 8, at + 8 * PANEL
+        else:
+            sums = _chunk_of_bytes(scratch, x_at, at, 4)
+            x_at, at = x_at + 4, at + 4 * PANEL
+        _add_chunk(sums, group, chunk, row, column, scratch)
+        chunk += 1
+
+
+@routine()
+def _multiply_rounded(product, panel, first, end, num_rows, scratch):
+    """Add the products of a block's rows with a tile's operands to their sums."""
+    index, operands_at = first // product.group_size, 0
+    while first < end:
+        group_end = min((index + 1) * product.group_size, end)
+        for column in range(0, PANEL, LANES):
+            group = load_group(product, panel, scratch.num_groups, index, column)
+            for row in range(0, num_rows, ROWS):
+                _multiply_group(product, group, first, group_end, row, column, operands_at, scratch)
+        operands_at += _x_words(product, group_end - first) * PANEL
+        first, index = group_end, index + 1
+
+
+@routine(forceinline=True)
+def _multiply_group_of_row(product, group, first_at, first, end, column, scratch):
+    """The same for the only row, of one group, without writing operands down."""
+    words, at, x_at = pointer(product.codes, np.float32), first_at + column, _x_at(product, 0, first, scratch)
+    chunk = first >> scratch.chunk_shift
+    for _ in range(first, end, scratch.chunk):
+        sums = zeros(1)
+        if product.bits == 4:
+            for _ in range(0, scratch.chunk, 8):
+                codes = load(words, at)
+                sums = add_products_i8(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 4))
+                sums = add_products_i8(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 4))
+                x_at, at = x_at + 2, at + PANEL
+            sums = sum_pairs_i16(sums)
+        else:
+            for _ in range(0, scratch.chunk, 4):
+                codes = load(words, at)
+                sums = add_products_i16(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 8))
+                sums = add_products_i16(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 8))
+                x_at, at = x_at + 2, at + PANEL
+        _add_chunk(sums, group, chunk, 0, column, scratch)
+        chunk += 1
+
+
+@routine()
+def _multiply_rounded_row(product, panel, scratch):
+    """The same for the only row and all inputs, without writing operands down."""
+    at = first_word(product, panel, 0)
+    for index in range(scratch.num_groups):
+        first, end = index * product.group_size, (index + 1) * product.group_size
+        while first < end:  # a row's inputs lie side by side within a tile only
+            tile_end = min(first // TILE * TILE + TILE, end)
+            for column in range(0, PANEL, LANES):
+                group = load_group(product, panel, scratch.num_groups, index, column)
+                _multiply_group_of_row(product, group, at, first, tile_end, column, scratch)
+            at += (tile_end - first) * product.bits // 32 * PANEL
+            first = tile_end
+
+
+# Products of floats.
+
+
+@routine()
+def _multiply_float_group(scratch, x_at, num_words, row):
+    """Add the products of FLOAT_ROWS rows with a tile's operands to their sums."""
+    for column in range(0, PANEL, LANES):
+        sums = zeros(FLOAT_ROWS)
+        for word in range(num_words):
+            operand = load(_floats(scratch.operands), word * PANEL + column)
+            sums = add_products(sums, _floats(scratch.x), x_at + word, TILE, operand)
+        for r in range(FLOAT_ROWS):
+            target = (row + r) * PANEL + column
+            store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+
+
+@routine()
+def _multiply_pair(scratch, x_at, num_words, row):
+    """The same for two rows."""
+    sums_0, sums_1 = zeros(2), zeros(2)
+    for word in range(num_words):
+        operand_0 = load(_floats(scratch.operands), word * PANEL)
+        operand_1 = load(_floats(scratch.operands), word * PANEL + LANES)
+        sums_0 = add_products(sums_0, _floats(scratch.x), x_at + word, TILE, operand_0)
+        sums_1 = add_products(sums_1, _floats(scratch.x), x_at + word, TILE, operand_1)
+    for r in range(2):
+        target = (row + r) * PANEL
+        store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums_0[r])
+        store(_floats(scratch.sums_MN), target + LANES, load(_floats(scratch.sums_MN), target + LANES) + sums_1[r])
+
+
+@routine()
+def _multiply_floats(product, first, end, num_rows, scratch):
+    """Add the products of a block's rows with a tile's operands to their sums."""
+    in_groups = (num_rows + FLOAT_ROWS - 1 - FEW) // FLOAT_ROWS * FLOAT_ROWS  # what is left is done in pairs
+    num_words = round_up(end - first, 2)  # an odd last input is followed by a zero
+    for row in range(0, in_groups, FLOAT_ROWS):
+        _multiply_float_group(scratch, _x_at(product, row, first, scratch), num_words, row)
+    for row in range(in_groups, num_rows, 2):
+        _multiply_pair(scratch, _x_at(product, row, first, scratch), num_words, row)
+
+
+@routine()
+def _multiply_float_row(product, panel, scratch):
+    """The same for the only row and all inputs, without writing operands down."""
+    words = pointer(product.codes, np.float32)
+    for first in range(0, product.num_inputs, TILE):
+        at, x_at = first_word(product, panel, first), _x_at(product, 0, first, scratch)
+        sums_0 = sums_1 = splat(_ZERO)
+        for _ in range(first, min(first + TILE, product.num_inputs), 2):
+            codes_0, codes_1 = load(words, at), load(words, at + LANES)
+            x_low, x_high = load_splat(_floats(scratch.x), x_at), load_splat(_floats(scratch.x), x_at + 1)
+            sums_0 = fma(x_low, _first_operand(codes_0, 16), sums_0)
+            sums_1 = fma(x_low, _first_operand(codes_1, 16), sums_1)
+            sums_0 = fma(x_high, _second_operand(codes_0, 16), sums_0)
+            sums_1 = fma(x_high, _second_operand(codes_1, 16), sums_1)
+            x_at, at = x_at + 2, at + PANEL
+        store(_floats(scratch.sums_MN), 0, load(_floats(scratch.sums_MN), 0) + sums_0)
+        store(_floats(scratch.sums_MN), LANES, load(_floats(scratch.sums_MN), LANES) + sums_1)
+
+
+@routine()
+def multiply(product, panel, num_rows, scratch):
+    """Fill scratch.sums_MN with the products of a block of rows, which is loaded, with a panel."""
+    for at in range(0, round_up(num_rows, rows_at_once(product)) * PANEL, LANES):
+        store(_floats(scratch.sums_MN), at, splat(_ZERO))
+    if num_rows == 1:
+        if product.bits == 16:
+            _multiply_float_row(product, panel, scratch)
+        else:
+            _multiply_rounded_row(product, panel, scratch)
+        return
+    for first in range(0, product.num_inputs, TILE):
+        end = min(first + TILE, product.num_inputs)
+        _load_operands(product, panel, first, end, scratch)
+        if product.bits == 16:
+            _multiply_floats(product, first, end, num_rows, scratch)
+        else:
+            _multiply_rounded(product, panel, first, end, num_rows, scratch)
