@@ -15,7 +15,7 @@ import kernels  # before torch
 import torch
 
 from executor.__main__ import FIELDS
-from executor.dtypes import choose_dtype, choose_kv_dtype, choose_product_dtype, has_bfloat16
+from executor.dtypes import choose_dtype, choose_kv_dtype
 from executor.footprint import (
     Footprint,
     borrowed_footprint,
@@ -64,7 +64,6 @@ class Machine:
     name: str
     dtype: torch.dtype
     dtype_reason: str
-    product_dtype: torch.dtype  # of plain weights
     kv_dtype: torch.dtype
     usable_bytes: int
     room_bytes: int  # for the KV cache, once the weights are there
@@ -98,7 +97,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
         footprints = native_footprints(model, chosen.backend, forms) | {config.tensor_parallel_size: own}
     else:
         tier, footprints = "transformers' modelling code", {1: borrowed_footprint(model, forms)}
-    dtype, _ = choose_dtype(config.dtype, model.dtype, GPU, has_bfloat16=True)
+    dtype, _ = choose_dtype(config.dtype, model.dtype, GPU)
     return Plan(
         architecture=model.architecture,
         tier=tier,
@@ -126,8 +125,7 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
     Raises ValueError for a type that its kernels lack, and for fewer GPUs than ranks.
     """
     device = own_device(config, chosen.device)
-    dtype, reason = choose_dtype(config.dtype, plan.checkpoint_dtype, device, has_bfloat16=has_bfloat16(device))
-    product_dtype = choose_product_dtype(chosen.name, dtype, device)
+    dtype, reason = choose_dtype(config.dtype, plan.checkpoint_dtype, device)
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         usable = int(torch.cuda.mem_get_info(device)[1] * config.gpu_memory_utilization)
@@ -135,14 +133,13 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
     else:
         name, usable = "CPU", usable_bytes() // num_local_ranks(config)
         share, share_reason = CPU_SHARE, f"{CPU_SHARE:.0%} of what the weights leave"
-    room_bytes = int(max(0, usable - plan.own.weight_bytes(dtype, product_dtype)) * share)
+    room_bytes = int(max(0, usable - plan.own.weight_bytes(dtype)) * share)
     if config.kv_cache_memory_bytes is not None:
         room_bytes, share_reason = config.kv_cache_memory_bytes, "as set by kv_cache_memory_bytes"
     return Machine(
         name=name,
         dtype=dtype,
         dtype_reason=reason,
-        product_dtype=product_dtype,
         kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name),
         usable_bytes=usable,
         room_bytes=room_bytes,
@@ -152,7 +149,7 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
 
 def fits(plan: Plan, machine: Machine) -> bool:
     """Whether this machine holds the weights and the KV cache, and the cache one sequence of max_model_len."""
-    weight_bytes = plan.own.weight_bytes(machine.dtype, machine.product_dtype)
+    weight_bytes = plan.own.weight_bytes(machine.dtype)
     sequence_bytes = plan.own.kv_bytes(machine.kv_dtype) * plan.max_model_len
     return machine.room_bytes >= sequence_bytes and machine.usable_bytes >= weight_bytes + machine.room_bytes
 
@@ -184,7 +181,7 @@ def report(config: Config, plan: Plan, machine: Machine | str) -> str:
 def _here(plan: Plan, machine: Machine | str, each: str) -> str:
     if isinstance(machine, str):
         return _table("On this machine", {"fits": f"no: {machine}"})
-    weight_bytes = plan.own.weight_bytes(machine.dtype, machine.product_dtype)
+    weight_bytes = plan.own.weight_bytes(machine.dtype)
     rows = _needs(plan, weight_bytes, machine.kv_dtype) | _room(plan, machine)
     return _table(f"On this machine ({machine.name}{each}, {_name(machine.dtype)}: {machine.dtype_reason})", rows)
 

@@ -10,13 +10,11 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def choose_dtype(
-    requested: str, checkpoint_dtype: torch.dtype, device: torch.device, *, has_bfloat16: bool
-) -> tuple[torch.dtype, str]:
+def choose_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype to run in, and why, for the log.
 
-    `requested` is `Config.dtype`: what is asked for is obeyed or refused. "auto" is the checkpoint's dtype where the
-    device multiplies it directly (`has_bfloat16`), else float32. Raises ValueError for float16 on the CPU.
+    `requested` is `Config.dtype`: what is asked for is obeyed or refused. "auto" is the checkpoint's dtype, but
+    float32 for float16 on the CPU. Raises ValueError for float16 on the CPU.
     """
     if requested != "auto":
         if requested == "float16" and device.type == "cpu":
@@ -25,15 +23,7 @@ def choose_dtype(
     name = str(checkpoint_dtype).removeprefix("torch.")
     if device.type == "cpu" and checkpoint_dtype == torch.float16:
         return torch.float32, "the checkpoint's float16 is not supported on the CPU"
-    if checkpoint_dtype == torch.bfloat16 and not has_bfloat16:
-        return torch.float32, "the checkpoint's bfloat16 has no instructions on this CPU"
     return checkpoint_dtype, f"the checkpoint is {name}"
-
-
-def choose_product_dtype(backend_name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype in which a backend holds plain weights of products; `dtype` is that of the activations."""
-    widened = backend_name == "cpu" and dtype == torch.bfloat16 and not has_bfloat16(device)
-    return torch.float32 if widened else dtype
 
 
 def choose_kv_dtype(requested: str, dtype: torch.dtype, backend_name: str) -> torch.dtype:

@@ -41,10 +41,9 @@ class Footprint:
         """Return the bits that a weight of few takes, on the average; there has to be one."""
         return 8 * self.quantized_bytes / self.num_quantized
 
-    def weight_bytes(self, dtype: torch.dtype, product_dtype: torch.dtype | None = None) -> int:
-        """Return the memory of the weights: plain ones in `dtype`, but for products in `product_dtype`, if given."""
-        product_bytes = self.num_products * (product_dtype or dtype).itemsize
-        return self.num_plain * dtype.itemsize + product_bytes + self.quantized_bytes
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Return the memory of the weights, plain ones in `dtype`."""
+        return (self.num_plain + self.num_products) * dtype.itemsize + self.quantized_bytes
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of one token's keys and values in all layers, in `dtype`."""

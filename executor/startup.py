@@ -12,7 +12,7 @@ import torch
 
 import kernels
 from executor.device import Device, device_of
-from executor.dtypes import choose_dtype, choose_kv_dtype, choose_product_dtype, has_bfloat16
+from executor.dtypes import choose_dtype, choose_kv_dtype
 from executor.fingerprint import model_fingerprint
 from executor.footprint import borrowed_footprint, choose_forms, native_footprint
 from executor.group import check_agreement, join_group, num_local_ranks, own_device
@@ -131,7 +131,7 @@ def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choi
         raise ValueError("no model: set --model to its directory")
     model_config = read_model_config(Path(config.model), trust_remote_code=config.trust_remote_code)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
-    dtype, reason = choose_dtype(config.dtype, model_config.dtype, device, has_bfloat16=has_bfloat16(device))
+    dtype, reason = choose_dtype(config.dtype, model_config.dtype, device)
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
     kernels.cpu.set_num_threads(num_threads)
@@ -164,9 +164,7 @@ def _refuse_too_large(config: Config, choices: Choices, chosen: ChosenBackend, d
         footprint = native_footprint(model, chosen.backend, parallel, forms)
     else:
         footprint = borrowed_footprint(model, forms)
-    product_dtype = choose_product_dtype(chosen.name, choices.dtype, device)
-    weight_bytes = footprint.weight_bytes(choices.dtype, product_dtype)
-    refuse_too_large(config, weight_bytes, device, num_sharing=num_local_ranks(config))
+    refuse_too_large(config, footprint.weight_bytes(choices.dtype), device, num_sharing=num_local_ranks(config))
 
 
 def _warn_of_no_effect(config: Config, device: torch.device) -> None:

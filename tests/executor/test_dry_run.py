@@ -57,7 +57,7 @@ def plan_of(directory: Path, config_json: dict[str, Any] | None = None, **settin
 
 
 def machine_of(usable_bytes: int, room_bytes: int) -> Machine:
-    return Machine("CPU", BF16, "the checkpoint is bfloat16", BF16, BF16, usable_bytes, room_bytes, "all")
+    return Machine("CPU", BF16, "the checkpoint is bfloat16", BF16, usable_bytes, room_bytes, "all")
 
 
 def held_bytes(directory: Path, **options: Any) -> int:
@@ -227,15 +227,6 @@ def test_an_fp8_cache_takes_half_and_the_cpu_has_none(tmp_path: Path) -> None:
     assert "  KV cache of 8,192 tokens  512.00 MiB" in said
     assert "  fits  no: kv_cache_dtype fp8 is not supported by the cpu kernels" in said
     assert "  16 GB   2" in said
-
-
-def test_bfloat16_products_without_instructions_take_float32(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, LLAMA_3_8B | {"num_hidden_layers": 1, "vocab_size": 100})
-    widened = 2 if this_machine(configured(tmp_path, dtype="bfloat16"), plan, CPU).product_dtype == BF16 else 4
-    assert widened == (2 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else 4)
-    norms_and_embedding = 3 * 4096 + 100 * 4096
-    products = plan.own.num_parameters - norms_and_embedding
-    assert plan.own.weight_bytes(BF16, torch.float32) == 2 * norms_and_embedding + 4 * products
 
 
 def test_quantized_weights_are_those_of_projections(tmp_path: Path) -> None:

@@ -175,17 +175,16 @@ def test_the_smallest_model_length_starts(checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("requested", "checkpoint_dtype", "device", "has_bfloat16", "expected"),
+    ("requested", "checkpoint_dtype", "device", "expected"),
     [
-        ("auto", torch.float32, CPU, True, torch.float32),
-        ("auto", torch.bfloat16, CPU, True, torch.bfloat16),
-        ("auto", torch.bfloat16, CPU, False, torch.float32),
-        ("auto", torch.float16, CPU, True, torch.float32),
-        ("auto", torch.float16, CUDA, True, torch.float16),
-        ("bfloat16", torch.float32, CPU, False, torch.bfloat16),  # slower, but what was asked for
-        ("float32", torch.bfloat16, CPU, True, torch.float32),
-        ("float16", torch.bfloat16, CUDA, True, torch.float16),
+        ("auto", torch.float32, CPU, torch.float32),
+        ("auto", torch.bfloat16, CPU, torch.bfloat16),
+        ("auto", torch.float16, CPU, torch.float32),
+        ("auto", torch.float16, CUDA, torch.float16),
+        ("bfloat16", torch.float32, CPU, torch.bfloat16),
+        ("float32", torch.bfloat16, CPU, torch.float32),
+        ("float16", torch.bfloat16, CUDA, torch.float16),
     ],
 )
-def test_dtype(requested, checkpoint_dtype, device, has_bfloat16, expected):
-    assert choose_dtype(requested, checkpoint_dtype, device, has_bfloat16=has_bfloat16)[0] == expected
+def test_dtype(requested, checkpoint_dtype, device, expected):
+    assert choose_dtype(requested, checkpoint_dtype, device)[0] == expected
