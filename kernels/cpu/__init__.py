@@ -26,10 +26,13 @@ from kernels.cpu.checks import (
 )
 from kernels.cpu.groupwise import GroupwiseLinear
 from kernels.cpu.products import embedding, linear, pack_linear
+from kernels.cpu.program import NO_WINDOW, Operation, Program
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
     "GroupwiseLinear",
+    "Operation",
+    "Program",
     "add_rms_norm",
     "draw",
     "embedding",
@@ -47,7 +50,6 @@ __all__ = [
 ]
 
 LEAST_PARALLEL_ELEMENTS = 2**16  # below, a second thread costs more than it brings
-NO_WINDOW = 2**40
 
 
 def set_num_threads(num_threads: int) -> None:

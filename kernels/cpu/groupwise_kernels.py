@@ -293,7 +293,17 @@ def _new_scratch(product):
 
 
 @routine()
-def _work(product, num_tasks, num_chunks, next_task):
+def num_tasks_of(product, num_threads):
+    """Return the number of tasks for `work`, and into how many chunks of panels each block of rows is divided."""
+    num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
+    num_chunks = 1
+    if num_threads > 1:
+        num_chunks = min(_num_panels(product), (TASKS_PER_WORKER * num_threads + num_blocks - 1) // num_blocks)
+    return num_blocks * num_chunks, num_chunks
+
+
+@routine()
+def work(product, num_tasks, num_chunks, next_task):
     """Take tasks, each a block of rows and a chunk of panels, until none is left."""
     scratch, loaded_row = _new_scratch(product), -1
     num_panels, stride = _num_panels(product), _rows_of_block(product)
@@ -313,24 +323,21 @@ def _work(product, num_tasks, num_chunks, next_task):
 @routine(parallel=True)
 def _work_in_parallel(product, num_tasks, num_chunks, next_task, num_workers):
     for _ in prange(num_workers):
-        _work(product, num_tasks, num_chunks, next_task)
+        work(product, num_tasks, num_chunks, next_task)
 
 
 @kernel()
 def linear(addresses, sizes, num_threads):
     """Compute the product that `addresses` and `sizes` describe in the order of `Product`'s fields."""
     product = Product(*(addresses + sizes))
-    work = product.num_rows * product.num_outputs * product.num_inputs
-    num_workers = num_threads if work >= LEAST_PARALLEL_WORK else 1
-    num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
-    num_chunks = 1
-    if num_workers > 1:
-        num_chunks = min(_num_panels(product), (TASKS_PER_WORKER * num_workers + num_blocks - 1) // num_blocks)
+    num_products = product.num_rows * product.num_outputs * product.num_inputs
+    num_workers = num_threads if num_products >= LEAST_PARALLEL_WORK else 1
+    num_tasks, num_chunks = num_tasks_of(product, num_workers)
     next_task = np.zeros(1, np.int64)
     if num_workers > 1:
-        _work_in_parallel(product, num_blocks * num_chunks, num_chunks, next_task, num_workers)
+        _work_in_parallel(product, num_tasks, num_chunks, next_task, num_workers)
     else:
-        _work(product, num_blocks * num_chunks, num_chunks, next_task)
+        work(product, num_tasks, num_chunks, next_task)
 
 
 @routine()
