@@ -15,7 +15,7 @@ from executor.memory import KVCaches
 from executor.models.decoder import MLP, Attention, Decoder, DecoderStack
 from executor.models.layers import Linear, RMSNorm
 from kernels import cpu
-from kernels.cpu import GroupwiseLinear, Operation, Program
+from kernels.cpu import OPERATIONS, GroupwiseLinear, Program
 
 # T tokens of this step, E hidden size, H query heads, K key/value heads, D head size, I intermediate size
 
@@ -52,9 +52,9 @@ class CompiledDecoder:
     @torch.inference_mode()
     def profile(self, inputs: StepInputs, kv_caches: KVCaches) -> dict[str, int]:
         """Do a step and return the nanoseconds of each kind of operation."""
-        times_ns = np.zeros(len(Operation), np.int64)
+        times_ns = np.zeros(len(OPERATIONS), np.int64)
         self.forward(inputs, kv_caches, times_ns)
-        return {operation.name.lower(): int(times_ns[operation]) for operation in Operation}
+        return {operation.name: int(times_ns[operation.number]) for operation in OPERATIONS}
 
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:

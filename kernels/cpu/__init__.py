@@ -26,12 +26,13 @@ from kernels.cpu.checks import (
 )
 from kernels.cpu.groupwise import GroupwiseLinear
 from kernels.cpu.products import embedding, linear, pack_linear
-from kernels.cpu.program import NO_WINDOW, Operation, Program
+from kernels.cpu.operations import OPERATIONS
+from kernels.cpu.program import NO_WINDOW, Program
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
     "GroupwiseLinear",
-    "Operation",
+    "OPERATIONS",
     "Program",
     "add_rms_norm",
     "draw",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cpu import operations
 from kernels.cpu.checks import (
-    LIKE,
     address_of_heads,
     contiguous,
     has_dense_heads,
@@ -23,10 +23,15 @@ from kernels.cpu.checks import (
     require_shape,
 )
 from kernels.cpu.groupwise import GroupwiseLinear
-from kernels.cpu.program_kernels import NUM_NUMBERS, ROW_SIZE, Operation, run
+from kernels.cpu.operations import OPERATIONS, Operation, Row, as_field
+from kernels.cpu.program_kernels import DONE, NO_MEMORY, run
 
 NO_WINDOW = 2**40
+ROW_SIZE = 20
 CALL_PRODUCTS = 2 * 10**9  # multiply-adds after which a run comes back to Python, for a tenth of a second's work
+
+
+MEETS, KIND = Row._fields.index("meets"), Row._fields.index("kind")
 
 
 class Part(NamedTuple):
@@ -41,9 +46,8 @@ class Program:
 
     def __init__(self, num_rows: int, dtype: torch.dtype) -> None:
         self.num_rows = num_rows
-        self._like = LIKE[dtype]
+        self.dtype = dtype
         self._rows: list[list[int]] = []
-        self._numbers: list[list[float]] = []
         self._kinds: dict[tuple[int, ...], int] = {}  # of attention, by all that its tasks depend on
         self._first_of_kind: list[int] = []
         self._parts: list[Part] = []
@@ -51,12 +55,11 @@ class Program:
         self._num_slots, self._num_positions = 2**62, 2**62
         self._held: list[object] = []
         self._of_parts: dict[tuple[int, int], Tensor] = {}
-        self._arrays: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for `num_rows` rows of `shape`, in the program's dtype or another."""
-        own = torch.float32 if self._like is LIKE[torch.float32] else torch.bfloat16
-        return torch.empty(self.num_rows, *shape, dtype=dtype or own)
+        return torch.empty(self.num_rows, *shape, dtype=dtype or self.dtype)
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
         self._require(x_TE, weight_E, out_TE)
@@ -66,7 +69,7 @@ class Program:
         require_contiguous(x_TE, residual_TE, weight_E, out_TE)
         if residual_TE.dtype != torch.float32:
             raise ValueError(f"the residual is {residual_TE.dtype}, float32 is needed")
-        self._append(Operation.ADD_RMS_NORM, [out_TE, x_TE, residual_TE, weight_E], x_TE.shape[1], numbers=[eps])
+        self._append(operations.add_rms_norm, [out_TE, x_TE, residual_TE, weight_E], x_TE.shape[1], as_field(eps))
 
     def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float, out_THD: Tensor) -> None:
         self._require(x_THD, weight_D, out_THD)
@@ -76,7 +79,7 @@ class Program:
         require_contiguous(weight_D, out_THD)
         _require_dense_heads(x_THD)
         sizes = (num_heads, x_THD.stride(0), head_size)
-        self._append(Operation.RMS_NORM, [out_THD, x_THD, weight_D], *sizes, numbers=[eps])
+        self._append(operations.rms_norm, [out_THD, x_THD, weight_D], *sizes, as_field(eps))
 
     def linear(self, x_TE: Tensor, layers: Sequence[GroupwiseLinear], out_TN: Tensor) -> None:
         """Write the products with several layers side by side."""
@@ -92,7 +95,7 @@ class Program:
                 self._of_parts[number, size] = self.new(size)
             part_TN = self._of_parts[number, size]
             self._product(x_TE, layer, part_TN)
-            self._append(Operation.COPY, [out_TN[:, first:], part_TN], size, out_TN.shape[1])
+            self._append(operations.copy, [out_TN[:, first:], part_TN], size, out_TN.shape[1])
             first += size
 
     def rotate_and_store_kv(
@@ -112,7 +115,7 @@ class Program:
         if rotary_size > head_size or rotary_size % 2 != 0 or cos_sin_PR.dtype != torch.float32:
             raise ValueError(f"cos_sin has {rotary_size} columns of {cos_sin_PR.dtype} for heads of {head_size}")
         sizes = (num_heads, k_TKD.shape[1], head_size, rotary_size, q_THD.stride(0), k_TKD.stride(0))
-        self._append(Operation.ROTATE, [q_THD, k_TKD, cos_sin_PR], *sizes)
+        self._append(operations.rotate, [q_THD, k_TKD, cos_sin_PR], *sizes)
         self._num_positions = min(self._num_positions, num_positions)
         self.store_kv(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD)
 
@@ -126,7 +129,7 @@ class Program:
         require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
         require_contiguous(k_cache_NKDP, v_cache_NKPD)
         sizes = (num_kv_heads, head_size, value_size, block_size, k_TKD.stride(0), v_TKD.stride(0))
-        self._append(Operation.STORE_KV, [k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD], *sizes)
+        self._append(operations.store_kv, [k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD], *sizes)
         self._num_slots = min(self._num_slots, num_blocks * block_size)
 
     def paged_attention(
@@ -158,13 +161,13 @@ class Program:
             self._kinds[sizes] = len(self._kinds)
             self._first_of_kind.append(len(self._rows))
         memory = [out_THD, q_THD, k_cache_NKDP, v_cache_NKPD]
-        self._append(Operation.ATTENTION, memory, slopes, *sizes, self._kinds[sizes], numbers=[scale])
+        self._append(operations.paged_attention, memory, slopes, *sizes, self._kinds[sizes], as_field(scale))
 
     def silu_and_mul(self, gate_up_T2I: Tensor, out_TI: Tensor) -> None:
         self._require(gate_up_T2I, out_TI)
         require_contiguous(gate_up_T2I, out_TI)
         require_shape("gate_up", gate_up_T2I, (self.num_rows, 2 * out_TI.shape[1]))
-        self._append(Operation.SILU_AND_MUL, [out_TI, gate_up_T2I], out_TI.shape[1])
+        self._append(operations.silu_and_mul, [out_TI, gate_up_T2I], out_TI.shape[1])
 
     def end_layer(self) -> None:
         """Let a run come back to Python here if it has done much."""
@@ -200,9 +203,11 @@ class Program:
         inputs = (num_tokens, num_seqs, max_blocks, *addresses)
         times_ns = np.empty(0, np.int64) if times_ns is None else times_ns
         for first, end, num_layers in self._calls(num_tokens):
-            malformed = run(self._like, *self._ready(), first, end, inputs, times_ns, torch.get_num_threads())
-            if malformed >= 0:
-                raise IndexError(f"the lengths or the block table of sequence {malformed} point outside")
+            outcome = run(*self._ready(), first, end, inputs, times_ns, torch.get_num_threads())
+            if outcome == NO_MEMORY:
+                raise MemoryError("no memory for a thread's own values")
+            if outcome != DONE:
+                raise IndexError(f"the lengths or the block table of sequence {outcome} point outside")
             on_layers(num_layers)
 
     def _calls(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
@@ -218,11 +223,13 @@ class Program:
             num_products += num_tokens * part.num_weights
         yield first, len(self._rows), num_layers
 
-    def _ready(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return rows, numbers, and the first row of each kind of attention, as the compiled code takes them."""
+    def _ready(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows, and the first one of each kind of attention, as the compiled code takes them."""
         if self._arrays is None:
-            ops, numbers = np.array(self._rows, np.int64), np.array(self._numbers, np.float64)
-            self._arrays = ops, numbers, np.array(self._first_of_kind, np.int64)
+            shares_rows = [OPERATIONS[row[KIND]].shares_rows for row in self._rows]
+            for row, *neighbours in zip(self._rows, shares_rows, [*shares_rows[1:], True], strict=True):
+                row[MEETS] = not all(neighbours)
+            self._arrays = np.array(self._rows, np.int64), np.array(self._first_of_kind, np.int64)
         return self._arrays
 
     def _product(self, x_TK: Tensor, layer: GroupwiseLinear, out_TN: Tensor) -> None:
@@ -231,21 +238,20 @@ class Program:
         sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
         offset_bytes = 0 if layer.offsets is None else layer.offsets.itemsize
         scale_bytes = layer.scales.itemsize
-        self._append(Operation.PRODUCT, [out_TN, x_TK], *layer.addresses, *sizes, scale_bytes, offset_bytes)
+        self._append(operations.product, [out_TN, x_TK], *layer.addresses, *sizes, scale_bytes, offset_bytes)
         self._held.append(layer)
         self._num_weights += layer.num_outputs * layer.num_inputs
 
-    def _append(
-        self, operation: Operation, memory: Sequence[Tensor], *sizes: int, numbers: Sequence[float] = ()
-    ) -> None:
-        row = [int(operation), *(tensor.data_ptr() for tensor in memory), *sizes]
+    def _append(self, operation: Operation, memory: Sequence[Tensor], *sizes: int) -> None:
+        begin = Row(operation.compiled(self.dtype), meets=False, kind=operation.number, next_task=0)
+        row = [*begin, *(tensor.data_ptr() for tensor in memory), *sizes]
         self._rows.append(row + [0] * (ROW_SIZE - len(row)))
-        self._numbers.append([*numbers, *[0.0] * (NUM_NUMBERS - len(numbers))])
         self._held.extend(memory)
         self._arrays = None
 
     def _require(self, *tensors: Tensor) -> None:
-        if like(*tensors) is not self._like:
+        like(*tensors)
+        if tensors[0].dtype is not self.dtype:
             raise ValueError(f"a tensor of {tensors[0].dtype} does not belong into this program")
 
 

@@ -6,7 +6,7 @@ OpenMP may give fewer threads than were asked for, or wake one late. So the team
 member (number 0, the leader) has waited long enough; from then on it is closed, and each of its members is running.
 A barrier among them cannot wait for somebody who never comes.
 
-`team` is an int64 array of TEAM_SIZE zeros; its places lie in cache lines of their own.
+`team` is the address of TEAM_SIZE int64 zeros; its places lie in cache lines of their own.
 """
 
 from typing import Any
@@ -30,41 +30,41 @@ _PAUSES = {"x86_64": ("llvm.x86.sse2.pause", []), "aarch64": ("llvm.aarch64.hint
 _PAUSE, _PAUSE_ARGUMENTS = _PAUSES.get(binding.get_process_triple().split("-")[0], ("", []))
 
 
-def _element(context: Any, builder: ir.IRBuilder, memory: types.Array, array: ir.Value, index: ir.Value) -> Any:
-    return builder.gep(context.make_array(memory)(context, builder, array).data, [index])
+def _element(builder: ir.IRBuilder, memory: ir.Value, index: ir.Value) -> ir.Value:
+    return builder.gep(builder.inttoptr(memory, _INT64.as_pointer()), [index])
 
 
 @intrinsic
 def _fetch_add(typingctx, memory, index, amount):
-    """Atomically add to an element of an int64 array; return what was there. Orders what is before it and after it."""
+    """Atomically add to an int64 in memory; return what was there. Orders what is before it and after it."""
 
     def generate(context, builder, signature, args):
-        array, index, amount = args
-        return builder.atomic_rmw("add", _element(context, builder, memory, array, index), amount, "acq_rel")
+        memory, index, amount = args
+        return builder.atomic_rmw("add", _element(builder, memory, index), amount, "acq_rel")
 
-    return types.int64(memory, types.int64, types.int64), generate
+    return types.int64(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
 def _load(typingctx, memory, index):
-    """Return an element of an int64 array; what its writer did before is visible from here on."""
+    """Return an int64 in memory; what its writer did before is visible from here on."""
 
     def generate(context, builder, signature, args):
-        return builder.load_atomic(_element(context, builder, memory, *args), "acquire", 8)
+        return builder.load_atomic(_element(builder, *args), "acquire", 8)
 
-    return types.int64(memory, types.int64), generate
+    return types.int64(types.int64, types.int64), generate
 
 
 @intrinsic
 def publish(typingctx, memory, index, value):
-    """Write an element of an int64 array after all that this thread did before."""
+    """Write an int64 in memory after all that this thread did before."""
 
     def generate(context, builder, signature, args):
-        array, index, value = args
-        builder.store_atomic(value, _element(context, builder, memory, array, index), "release", 8)
+        memory, index, value = args
+        builder.store_atomic(value, _element(builder, memory, index), "release", 8)
         return context.get_dummy_value()
 
-    return types.none(memory, types.int64, types.int64), generate
+    return types.none(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
