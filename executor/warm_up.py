@@ -23,9 +23,7 @@ FIRST_START = "compiling kernels, as a first start does: about half a minute"
 SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
 
 
-def compile_in_turn(
-    dtype: torch.dtype, parallel: TensorParallel, has_groupwise: bool, has_program: bool
-) -> None:
+def compile_in_turn(dtype: torch.dtype, parallel: TensorParallel, has_groupwise: bool, has_program: bool) -> None:
     """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
     if parallel.rank > 0:
         parallel.wait()

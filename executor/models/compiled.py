@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.inputs import StepInputs
 from executor.memory import KVCaches
-from executor.models.decoder import MLP, Attention, Decoder, DecoderStack
+from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
 from executor.models.layers import Linear, RMSNorm
 from kernels import cpu
 from kernels.cpu import OPERATIONS, GroupwiseLinear, Program
@@ -72,14 +72,15 @@ class Written:
         hidden_size = len(stack.norm.weight)
         self.x_TE, self.normed_TE = program.new(hidden_size), program.new(hidden_size)
         self.residual_TE = program.new(hidden_size, dtype=torch.float32)
-        attention, mlp = stack.layers[0].self_attn, stack.layers[0].mlp
+        layers = _layers(stack)
+        attention, mlp = layers[0].self_attn, layers[0].mlp
         heads, head_dim = (attention.num_heads, attention.num_kv_heads), attention.head_dim
         self.qkv_TXD = program.new(heads[0] + 2 * heads[1], head_dim)
         self.out_THD = program.new(heads[0], head_dim)
         self.q_THD, self.k_TKD = (program.new(num, head_dim) for num in heads)
         self.gate_up_T2I = program.new(_num_outputs(mlp.gate_up_proj))
         self.activated_TI = program.new(_num_outputs(mlp.gate_up_proj) // 2)
-        for layer, kv_cache in zip(stack.layers, kv_caches, strict=True):
+        for layer, kv_cache in zip(layers, kv_caches, strict=True):
             self._add_norm(layer.input_layernorm)
             self._attention(layer.self_attn, stack.cos_sin_PR, kv_cache)
             self._add_norm(layer.post_attention_layernorm)
@@ -121,12 +122,16 @@ class Written:
 def compile_decoder(decoder: Decoder) -> CompiledDecoder | None:
     """Return what runs the layers of a decoder that is loaded, or None where there is no program for it."""
     stack = decoder.model
-    linears = [module for layer in stack.layers for module in layer.modules() if isinstance(module, Linear)]
+    linears = [module for layer in _layers(stack) for module in layer.modules() if isinstance(module, Linear)]
     if stack.norm.backend is not cpu or decoder.lm_head.parallel.world_size > 1:
         return None
     if not all(isinstance(packed, GroupwiseLinear) for linear in linears for packed in linear.packed):
         return None
     return CompiledDecoder(stack)
+
+
+def _layers(stack: DecoderStack) -> list[DecoderLayer]:
+    return [layer for layer in stack.layers if isinstance(layer, DecoderLayer)]
 
 
 def _packed(linear: Linear) -> Sequence[GroupwiseLinear]:

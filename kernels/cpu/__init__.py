@@ -25,14 +25,14 @@ from kernels.cpu.checks import (
     require_shape,
 )
 from kernels.cpu.groupwise import GroupwiseLinear
-from kernels.cpu.products import embedding, linear, pack_linear
 from kernels.cpu.operations import OPERATIONS
+from kernels.cpu.products import embedding, linear, pack_linear
 from kernels.cpu.program import NO_WINDOW, Program
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
-    "GroupwiseLinear",
     "OPERATIONS",
+    "GroupwiseLinear",
     "Program",
     "add_rms_norm",
     "draw",

@@ -12,7 +12,7 @@ and attention share tasks, which are taken from a counter in their row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -68,14 +68,14 @@ class Operation:
         self.shares_rows = shares_rows
         self._function = function
         self._has_dtype = has_dtype
-        self._compiled: dict[types.Type, CFunc] = {}
+        self._compiled: dict[types.Type, Any] = {}
 
     def compiled(self, dtype: torch.dtype) -> int:
         """Return the address of the code for memory of `dtype`, float32 or bfloat16."""
         element = types.uint16 if self._has_dtype and dtype is torch.bfloat16 else types.float32
         if element not in self._compiled:
             arguments = (types.int64, types.int64, types.int64, types.int64, types.CPointer(element))
-            callback = CFunc(self._function, (arguments, types.int64), {}, {"nogil": True, "error_model": "numpy"})
+            callback: Any = CFunc(self._function, (arguments, types.int64), {}, {"nogil": True, "error_model": "numpy"})
             if IS_KEPT:
                 callback._cache = SharedCache(self._function)
             callback.compile()
@@ -120,7 +120,8 @@ def _fields(at):
 
 
 @routine()
-def _shared(address):
+def known(address):
+    """Return what stands at the address of Shared."""
     f = pointer(address, np.int64)
     return Shared(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12])
 
@@ -175,7 +176,7 @@ def rotate(at, shared, number, num_threads, like):
     """Fields: q, k, cos_sin, then the sizes of pointwise.rotary_embedding."""
     op, _ = _fields(at)
     first, end = _rows_of(shared, number, num_threads)
-    memory, sizes = (op[0], op[1], op[2], _shared(shared).positions), (op[3], op[4], op[5], op[6], op[7], op[8])
+    memory, sizes = (op[0], op[1], op[2], known(shared).positions), (op[3], op[4], op[5], op[6], op[7], op[8])
     pointwise.rotary_embedding(carray(like, 0), memory, sizes, first, end)
     return 1
 
@@ -185,7 +186,7 @@ def store_kv(at, shared, number, num_threads, like):
     """Fields: k, v, their caches, then the sizes of pointwise.store_kv."""
     op, _ = _fields(at)
     first, end = _rows_of(shared, number, num_threads)
-    memory = (op[0], op[1], op[2], op[3], _shared(shared).slot_mapping)
+    memory = (op[0], op[1], op[2], op[3], known(shared).slot_mapping)
     pointwise.store_kv(carray(like, 0), memory, (op[4], op[5], op[6], op[7], op[8], op[9]), first, end)
     return 1
 
@@ -203,7 +204,7 @@ def silu_and_mul(at, shared, number, num_threads, like):
 def product(at, shared, number, num_threads, like):
     """Fields: those of Product without the number of rows."""
     f, _ = _fields(at)
-    rows = _shared(shared).num_tokens
+    rows = known(shared).num_tokens
     of = Product(f[0], f[1], f[2], f[3], f[4], f[5], rows, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13])
     num_tasks, num_chunks = groupwise_kernels.num_tasks_of(of, num_threads)
     groupwise_kernels.work(of, num_tasks, num_chunks, _counter(at))
@@ -220,13 +221,13 @@ def attention_step(at, s):
     f, numbers = _fields(at)
     memory = (f[0], f[1], f[2], f[3], s.block_tables, s.cu_seqlens_q, s.seq_lens, np.int64(0), f[4])
     sizes = (s.num_tokens, s.num_seqs, f[5], s.max_blocks, f[6], f[7], f[8], f[9], f[10], f[11], f[12])
-    return Step(*(memory + sizes + (numbers[14], 0.0)))
+    return Step(*(memory + sizes + (numbers[14], 0.0)))  # type: ignore[arg-type]
 
 
 @operation(shares_rows=False)
 def paged_attention(at, shared, number, num_threads, like):
     """Fields: those of `attention_step`."""
-    s, (f, _) = _shared(shared), _fields(at)
+    s, (f, _) = known(shared), _fields(at)
     step, kind = attention_step(at, s), carray(like, 0)
     plan = pointer(s.plans + 24 * f[13], np.int64)
     tasks = carray(pointer(s.tasks + 64 * plan[0], np.int64), (plan[1], 8))

@@ -28,29 +28,29 @@ from kernels.cpu.program_kernels import DONE, NO_MEMORY, run
 
 NO_WINDOW = 2**40
 ROW_SIZE = 20
-CALL_PRODUCTS = 2 * 10**9  # multiply-adds after which a run comes back to Python, for a tenth of a second's work
-
-
+CALL_PRODUCTS = 2 * 10**9  # multiply-adds, about a tenth of a second's work
 MEETS, KIND = Row._fields.index("meets"), Row._fields.index("kind")
 
 
-class Part(NamedTuple):
-    """Operations that a run does in one call."""
+class Layer(NamedTuple):
+    """Where the operations of a layer end, and what they multiply with."""
 
     end: int
-    num_weights: int  # of their products
+    num_weights: int  # of the products
 
 
 class Program:
     """Operations on tensors of one dtype, float32 or bfloat16."""
 
-    def __init__(self, num_rows: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_rows: int, dtype: torch.dtype, call_products: int = CALL_PRODUCTS) -> None:
+        """A run comes back to Python at the end of a layer when it has done `call_products` multiply-adds."""
         self.num_rows = num_rows
+        self._call_products = call_products
         self.dtype = dtype
         self._rows: list[list[int]] = []
         self._kinds: dict[tuple[int, ...], int] = {}  # of attention, by all that its tasks depend on
         self._first_of_kind: list[int] = []
-        self._parts: list[Part] = []
+        self._layers: list[Layer] = []
         self._num_weights = 0
         self._num_slots, self._num_positions = 2**62, 2**62
         self._held: list[object] = []
@@ -171,7 +171,7 @@ class Program:
 
     def end_layer(self) -> None:
         """Let a run come back to Python here if it has done much."""
-        self._parts.append(Part(len(self._rows), self._num_weights))
+        self._layers.append(Layer(len(self._rows), self._num_weights))
         self._num_weights = 0
 
     def run(
@@ -215,13 +215,12 @@ class Program:
         if num_tokens == 0:
             return
         first, num_layers, num_products = 0, 0, 0
-        for part in self._parts:
-            if num_products >= CALL_PRODUCTS:
-                yield first, end, num_layers
-                first, num_layers, num_products = end, 0, 0
-            end, num_layers = part.end, num_layers + 1
-            num_products += num_tokens * part.num_weights
-        yield first, len(self._rows), num_layers
+        for layer, (end, num_weights) in enumerate(self._layers, 1):
+            num_products += num_tokens * num_weights
+            if num_products >= self._call_products and layer < len(self._layers):
+                yield first, end, layer - num_layers
+                first, num_layers, num_products = end, layer, 0
+        yield first, len(self._rows), len(self._layers) - num_layers
 
     def _ready(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows, and the first one of each kind of attention, as the compiled code takes them."""

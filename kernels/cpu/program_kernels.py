@@ -9,11 +9,13 @@ from numba import prange
 
 from kernels.cpu.attention_tasks import first_malformed, padded_rows, plan, state_stride
 from kernels.cpu.jit import kernel, routine
-from kernels.cpu.operations import Shared, attention_step, call
+from kernels.cpu.operations import Row, Shared, attention_step, call, known
 from kernels.cpu.team import TEAM_SIZE, join, meet, now_ns, num_members, publish
 
 DONE, NO_MEMORY = -1, -2
-_ADDRESS, _MEETS, _KIND, _NEXT_TASK = range(4)  # fields of operations.Row
+_ADDRESS, _MEETS, _KIND, _NEXT_TASK = range(len(Row._fields))
+_NUM_SHARED = len(Shared._fields)
+_TEAM, _TASKS, _PARTIALS, _NUM_PARTIALS, _PLANS = range(Shared._fields.index("team"), _NUM_SHARED)
 _FAILED = TEAM_SIZE - 8  # a place behind those of `kernels.cpu.team`
 
 
@@ -68,7 +70,8 @@ def _walk_together(ops, team, shared, plans, times_ns, num_threads):
 
 @routine()
 def _step(ops, kinds, kind, shared):
-    return attention_step(np.int64(ops.ctypes.data) + kinds[kind] * ops.shape[1] * 8, shared)
+    at = np.int64(ops.ctypes.data) + kinds[kind] * ops.shape[1] * 8
+    return attention_step(at, known(np.int64(shared.ctypes.data)))
 
 
 @routine()
@@ -110,18 +113,15 @@ def run(ops, kinds, first, end, inputs, times_ns, num_threads):
     Return DONE, NO_MEMORY, or the first sequence whose lengths or block table point outside: then nothing was done.
     `times_ns` has a place for each of OPERATIONS, or none.
     """
-    team = np.zeros(TEAM_SIZE, np.int64)
-    known = Shared(*(inputs + (np.int64(0), np.int64(0), np.int64(0), np.int64(0), np.int64(0))))
-    malformed = _first_malformed(ops, kinds, known)
+    team, shared = np.zeros(TEAM_SIZE, np.int64), np.zeros(_NUM_SHARED, np.int64)
+    for field, value in enumerate(inputs):
+        shared[field] = value
+    malformed = _first_malformed(ops, kinds, shared)
     if malformed >= 0:
         return malformed
-    plans = _plan(ops, kinds, known, num_threads)
-    shared = np.array(
-        inputs + (
-            np.int64(team.ctypes.data), np.int64(plans.tasks.ctypes.data), np.int64(plans.partials.ctypes.data),
-            len(plans.partials), np.int64(plans.plans.ctypes.data),
-        )
-    )  # fmt: skip
+    plans = _plan(ops, kinds, shared, num_threads)
+    shared[_TEAM], shared[_TASKS], shared[_PLANS] = team.ctypes.data, plans.tasks.ctypes.data, plans.plans.ctypes.data
+    shared[_PARTIALS], shared[_NUM_PARTIALS] = plans.partials.ctypes.data, len(plans.partials)
     rows = ops[first:end]
     rows[:, _NEXT_TASK] = 0
     _walk_together(rows, team, shared, plans, times_ns, num_threads)

@@ -9,8 +9,6 @@ A barrier among them cannot wait for somebody who never comes.
 `team` is the address of TEAM_SIZE int64 zeros; its places lie in cache lines of their own.
 """
 
-from typing import Any
-
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
