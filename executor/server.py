@@ -57,7 +57,11 @@ class StepProgress:
 
     def count_layer(self, *_: object) -> None:
         """Count one more layer; a forward hook of each."""
-        self.layers_done += 1
+        self.count_layers(1)
+
+    def count_layers(self, num_layers: int) -> None:
+        """Count more layers, that were done in one call."""
+        self.layers_done += num_layers
         self.heart.beat()
 
 

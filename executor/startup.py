@@ -25,7 +25,8 @@ from executor.memory import (
     size_pool,
     total_bytes,
 )
-from executor.models import LoadedModel, ModelConfig, ModelDescription, load_model, read_model_config
+from executor.models import Decoder, LoadedModel, ModelConfig, ModelDescription, load_model, read_model_config
+from executor.models.compiled import compile_decoder
 from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.parallel import ALONE, TensorParallel
 from executor.runner import ModelRunner
@@ -84,6 +85,8 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     with phase("weights"):
         model = _load(config, choices, chosen.backend, device, parallel)
         fingerprint = _fingerprint(config, choices)
+        if isinstance(model, Decoder):
+            model.compiled = compile_decoder(model)
     weight_bytes = _weight_bytes(model)
     max_model_len = choices.max_model_len
     with phase("KV pool"):
@@ -93,15 +96,14 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
         )
     if chosen.name == "cpu":
         with phase("kernels"):
-            compile_in_turn(choices.dtype, _has_groupwise(model), parallel)
+            compile_in_turn(choices.dtype, parallel, _has_panels(model), _is_compiled(model))
     with phase("warm-up"):
         warm_up(runner, max_model_len)
     if chosen.name == "triton" and device.type == "cuda" and not config.enforce_eager:
         with phase("CUDA graphs"):
             capture_graphs(runner, config.max_num_seqs, max_model_len)
     progress = StepProgress(heart or Heart())
-    for layer in model.layers:
-        layer.register_forward_hook(progress.count_layer)
+    watch(model, progress)
     description = ExecutorReady(
         executor_incarnation=new_identity(),
         num_blocks=runner.num_blocks,
@@ -203,8 +205,20 @@ def _fingerprint(config: Config, choices: Choices) -> str:
     )
 
 
-def _has_groupwise(model: LoadedModel) -> bool:
+def _has_panels(model: LoadedModel) -> bool:
     return any(isinstance(packed, PanelLinear) for packed in model.products)
+
+
+def _is_compiled(model: LoadedModel) -> bool:
+    return isinstance(model, Decoder) and model.compiled is not None
+
+
+def watch(model: LoadedModel, progress: StepProgress) -> None:
+    """Let `progress` count each layer of a step, whichever form of the model does it."""
+    for layer in model.layers:
+        layer.register_forward_hook(progress.count_layer)
+    if isinstance(model, Decoder) and model.compiled is not None:
+        model.compiled.on_layers = progress.count_layers
 
 
 def _weight_bytes(model: LoadedModel) -> int:

@@ -23,11 +23,11 @@ FIRST_START = "compiling kernels, as a first start does: about half a minute"
 SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
 
 
-def compile_in_turn(dtype: torch.dtype, has_groupwise: bool, parallel: TensorParallel) -> None:
+def compile_in_turn(dtype: torch.dtype, parallel: TensorParallel, has_panels: bool, has_program: bool) -> None:
     """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
     if parallel.rank > 0:
         parallel.wait()
-    _compile(dtype, has_groupwise)
+    _compile(dtype, has_panels, has_program)
     if parallel.rank == 0:
         parallel.wait()
 
@@ -77,10 +77,10 @@ def largest_step(config: Config, max_model_len: int) -> Step:
     return Step("", "", 1, sequences)
 
 
-def _compile(dtype: torch.dtype, has_groupwise: bool) -> None:
+def _compile(dtype: torch.dtype, has_panels: bool, has_program: bool) -> None:
     """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
     with tqdm(
-        compile_each(dtype, has_groupwise), desc="kernels", unit=" kernels", disable=None, leave=False
+        compile_each(dtype, has_panels, has_program), desc="kernels", unit=" kernels", disable=None, leave=False
     ) as compiled:
         was_said = not any(cache_directory().rglob("*.nbc"))
         if was_said:

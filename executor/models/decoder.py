@@ -4,6 +4,9 @@ Attribute names are the checkpoint's names; `executor.weights` knows which layer
 float32, everything else has the dtype of the weights.
 """
 
+from collections.abc import Callable
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -145,6 +148,14 @@ class DecoderStack(Module):
         return self.norm.add(x_TE, residual_TE)
 
 
+class CompiledLayers(Protocol):
+    """Another form of a DecoderStack; see `executor.models.compiled`."""
+
+    on_layers: Callable[[int], object]  # is told how many layers were just done
+
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor: ...
+
+
 class Decoder(Module):
     """A causal language model over a paged KV cache."""
 
@@ -154,6 +165,7 @@ class Decoder(Module):
         super().__init__()
         self.model = DecoderStack(config, cos_sin_PR, parallel, backend)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel, backend)
+        self.compiled: CompiledLayers | None = None  # does what `model` does, where there is such
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
         # parameters that are read from another's name
@@ -177,7 +189,7 @@ class Decoder(Module):
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
-        return self.model(inputs, kv_caches)
+        return self.model(inputs, kv_caches) if self.compiled is None else self.compiled.forward(inputs, kv_caches)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_SE: Tensor) -> Tensor:

@@ -24,12 +24,16 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
+from kernels.cpu.operations import OPERATIONS
 from kernels.cpu.panel_linear import PanelLinear
 from kernels.cpu.products import embedding, linear, pack_linear
+from kernels.cpu.program import NO_WINDOW, Program
 from kernels.reference import gather_logprobs, uniform
 
 __all__ = [
+    "OPERATIONS",
     "PanelLinear",
+    "Program",
     "add_rms_norm",
     "draw",
     "embedding",
@@ -47,7 +51,6 @@ __all__ = [
 ]
 
 LEAST_PARALLEL_ELEMENTS = 2**16  # below, a second thread costs more than it brings
-NO_WINDOW = 2**40
 
 
 def set_num_threads(num_threads: int) -> None:

@@ -144,7 +144,7 @@ def _attend(step, task, index, like, scratch, partials):
 
 
 @routine()
-def _work(step, like, tasks, next_task, partials):
+def work(step, like, tasks, next_task, partials):
     """Take tasks until none is left."""
     scratch = new_scratch(step)
     while True:
@@ -157,11 +157,11 @@ def _work(step, like, tasks, next_task, partials):
 @routine(parallel=True)
 def _work_in_parallel(step, like, tasks, next_task, partials, num_workers):
     for _ in prange(num_workers):
-        _work(step, like, tasks, next_task, partials)
+        work(step, like, tasks, next_task, partials)
 
 
 @routine()
-def _merge_partials(step, like, tasks, partials):
+def merge_partials(step, like, tasks, partials):
     """Write the output of every query whose partitions were computed apart."""
     group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
     total = np.zeros(padded_rows(step) * stride, np.float32)
@@ -198,7 +198,7 @@ def paged_attention(like, addresses, sizes, scale, soft_cap, num_threads):
     if num_workers > 1:
         _work_in_parallel(step, like, tasks, next_task, partials, num_workers)
     else:
-        _work(step, like, tasks, next_task, partials)
+        work(step, like, tasks, next_task, partials)
     if split:
-        _merge_partials(step, like, tasks, partials)
+        merge_partials(step, like, tasks, partials)
     return -1

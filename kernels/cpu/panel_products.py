@@ -46,7 +46,7 @@ def _write_out(product, panel, first_row, num_rows, scratch):
 
 
 @routine()
-def tasks_of(product, num_workers):
+def num_tasks_of(product, num_workers):
     """Return the number of tasks, and the number of chunks of panels, for as many threads."""
     num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
     num_chunks = 1
@@ -89,7 +89,7 @@ def linear(addresses, sizes, num_threads):
     num_workers = num_threads
     if product.num_rows * product.num_outputs * product.num_inputs < LEAST_PARALLEL_WORK:
         num_workers = 1
-    num_tasks, num_chunks = tasks_of(product, num_workers)
+    num_tasks, num_chunks = num_tasks_of(product, num_workers)
     next_task = np.zeros(1, np.int64)
     if num_workers > 1:
         _work_in_parallel(product, num_tasks, num_chunks, next_task, num_workers)

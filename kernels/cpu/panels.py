@@ -222,7 +222,11 @@ def load_rows(product, first_row, num_rows, scratch):
         source = (first_row + row) * product.num_inputs
         if product.bits == 16:
             for k in range(0, product.num_inputs, LANES):
-                store(_floats(scratch.x), _x_at(product, row, k, scratch), _load_x(product, source + k, product.num_inputs - k))
+                store(
+                    _floats(scratch.x),
+                    _x_at(product, row, k, scratch),
+                    _load_x(product, source + k, product.num_inputs - k),
+                )
         else:
             _load_rounded_row(product, source, row, scratch)
 
@@ -296,7 +300,12 @@ def _add_chunk(sums, group, chunk, row, column, scratch):
     """Add one chunk's sums of some rows, which begin with `row`, to scratch.sums_MN."""
     add_scaled(
         sums,
-        *(_floats(scratch.factors_MC), _floats(scratch.x_sums_MC), row * scratch.num_chunks + chunk, scratch.num_chunks),
+        *(
+            _floats(scratch.factors_MC),
+            _floats(scratch.x_sums_MC),
+            row * scratch.num_chunks + chunk,
+            scratch.num_chunks,
+        ),
         *(group.scales, group.offsets),
         *(_floats(scratch.sums_MN), row * PANEL + column, PANEL),
     )
@@ -321,7 +330,9 @@ def _multiply_group(product, group, first, end, row, column, operands_at, scratc
         if product.bits == 8:
             sums = zeros(ROWS)
             for _ in range(num_words):
-                sums = add_products_i16(sums, _floats(scratch.x), x_at, scratch.row_words, load(_floats(scratch.operands), at))
+                sums = add_products_i16(
+                    sums, _floats(scratch.x), x_at, scratch.row_words, load(_floats(scratch.operands), at)
+                )
                 x_at, at = x_at + 1, at + PANEL
         elif scratch.chunk == 32:
             sums = _chunk_of_bytes(scratch, x_at, at, 8)

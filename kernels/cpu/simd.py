@@ -417,12 +417,16 @@ def _in_registers(
         builder.call(operation, [_elements(builder, value, range(first, first + lanes)) for value in (left, right)])
         for first in (0, lanes)
     )
-    return builder.shuffle_vector(low, high, ir.Constant(_integers(2 * result_lanes, 32), list(range(2 * result_lanes))))
+    return builder.shuffle_vector(
+        low, high, ir.Constant(_integers(2 * result_lanes, 32), list(range(2 * result_lanes)))
+    )
 
 
 def _sum_pairs(builder: ir.IRBuilder, products: ir.Value) -> ir.Value:
     count = products.type.count
-    return builder.add(_elements(builder, products, range(0, count, 2)), _elements(builder, products, range(1, count, 2)))
+    return builder.add(
+        _elements(builder, products, range(0, count, 2)), _elements(builder, products, range(1, count, 2))
+    )
 
 
 def emit_byte_products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, features: Mapping[str, bool]) -> ir.Value:
@@ -435,7 +439,9 @@ def emit_byte_products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, feat
     return _sum_pairs(builder, builder.mul(builder.zext(codes, wide), builder.sext(x, wide)))
 
 
-def emit_word_products(builder: ir.IRBuilder, left: ir.Value, right: ir.Value, features: Mapping[str, bool]) -> ir.Value:
+def emit_word_products(
+    builder: ir.IRBuilder, left: ir.Value, right: ir.Value, features: Mapping[str, bool]
+) -> ir.Value:
     """Return 16 sums of 32 bits: products of neighbouring 16-bit numbers in pairs."""
     if features.get("avx512bw"):
         return _in_registers(builder, "llvm.x86.avx512.pmaddw.d.512", 512, left, right, 32)
@@ -488,9 +494,7 @@ def sum_pairs_i16(typingctx, sums):
             emit_word_products(builder, builder.bitcast(total, ones.type), ones, _FEATURES)
             for total in cgutils.unpack_tuple(builder, args[0])
         ]
-        return context.make_tuple(
-            builder, signature.return_type, [builder.bitcast(total, _FLOATS) for total in paired]
-        )
+        return context.make_tuple(builder, signature.return_type, [builder.bitcast(total, _FLOATS) for total in paired])
 
     return sums(sums), generate
 

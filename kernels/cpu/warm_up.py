@@ -8,16 +8,18 @@ from itertools import chain
 import torch
 
 from kernels import cpu
-from kernels.cpu import panel_linear
+from kernels.cpu import OPERATIONS, Program, panel_linear
 from kernels.groupwise import GroupwiseWeight
 
 
-def warm_up(dtype: torch.dtype, has_groupwise: bool) -> Iterator[tuple[str, float]]:
+def warm_up(dtype: torch.dtype, has_panels: bool, has_program: bool = False) -> Iterator[tuple[str, float]]:
     """Compile each kernel for `dtype` (float32 or bfloat16), or load it from the cache; yield its name and seconds.
 
-    Those of quantized layers only if the model has some.
+    Those of quantized layers only if the model has some; in the place of those of plain ones the operations of programs
+    if there is a program that does the layers.
     """
-    calls = chain(_calls(dtype), _groupwise_calls() if has_groupwise else ())
+    of_layers = _operations(dtype) if has_program else _calls(dtype)
+    calls = chain(of_layers, _sampling_calls(), _panel_calls() if has_panels else ())
     for name, call in calls:
         start = time.perf_counter()
         call()
@@ -41,13 +43,29 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     one = torch.ones(1, dtype=torch.int32)
     query, table, starts = weight_E.view(1, 1, size), torch.zeros(1, 1, dtype=torch.int32), torch.arange(2).int()
     yield "paged_attention", partial(cpu.paged_attention, query, k_cache, v_cache, table, starts, one, 1.0)
+
+
+def _sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     nothing, half = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
-    yield "draw", partial(cpu.draw, torch.ones(1, size), nothing, half, half, half)
+    yield "draw", partial(cpu.draw, torch.ones(1, 16), nothing, half, half, half)
 
 
-def _groupwise_calls() -> Iterator[tuple[str, Callable[[], object]]]:
+def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
+    for operation in OPERATIONS:
+        yield operation.name, partial(operation.compiled, dtype)
+    program = Program(1, dtype)
+    program.silu_and_mul(program.new(32), program.new(16))
+    zeros = torch.zeros(2, dtype=torch.int32)
+    inputs = (zeros.long()[:1], zeros.long()[:1], zeros.view(1, 2), zeros, zeros[:1])
+    yield "program", partial(program.run, *inputs, on_layers=lambda num_layers: None)
+
+
+def _panel_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """They take every dtype: one call each will do."""
     weight = GroupwiseWeight(torch.zeros(1, 16, dtype=torch.uint8), 8, 16, torch.zeros(1, 1), None)
     layer = panel_linear.pack(weight, None)
     yield "groupwise linear", partial(panel_linear.linear, torch.zeros(1, 16), layer, None)
-    yield "groupwise embedding", partial(panel_linear.embedding, torch.zeros(1, dtype=torch.int64), layer, torch.float32)
+    yield (
+        "groupwise embedding",
+        partial(panel_linear.embedding, torch.zeros(1, dtype=torch.int64), layer, torch.float32),
+    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu import panel_products
+from kernels.cpu import panel_products, program_kernels
 from kernels.cpu.checks import LIKE
 from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up
@@ -93,16 +93,19 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
-    plain_names = [name for name, _ in warm_up(dtype, has_groupwise=False)]
+    plain_names = [name for name, _ in warm_up(dtype, has_panels=False)]
     assert len(plain_names) == len(set(plain_names)) == 12
-    names = [name for name, _ in warm_up(dtype, has_groupwise=True)]
+    names = [name for name, _ in warm_up(dtype, has_panels=True)]
     assert names == [*plain_names, "groupwise linear", "groupwise embedding"]
+    of_program = [name for name, _ in warm_up(dtype, has_panels=True, has_program=True)]
+    assert of_program == [*(operation.name for operation in cpu.OPERATIONS), "program", "draw", *names[-2:]]
+    assert len(program_kernels.run.signatures) == 1
     kernels = {
         name: kernel
         for module in (cpu.pointwise, cpu.attention)
         for name, kernel in vars(module).items()
         if not name.startswith("_") and getattr(kernel, "__module__", "") == module.__name__
-        if hasattr(kernel, "signatures")
+        if hasattr(kernel, "signatures") and "no_cpython_wrapper" not in kernel.targetoptions
     }
     like = numba.typeof(LIKE[dtype])
     compiled = {name for name, kernel in kernels.items() if like in {kind for (kind, *_) in kernel.signatures}}

@@ -1,0 +1,142 @@
+"""The Llama family's decoder as one program for the CPU: the layers of a step in one call.
+
+This page follows `executor.models.decoder`, line by line, and computes the same bits; that one is the truth. It stands
+in for it where all products of the layers are of few bits and no other rank takes part.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.inputs import StepInputs
+from executor.memory import KVCaches
+from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
+from executor.models.layers import Linear, RMSNorm
+from kernels import cpu
+from kernels.cpu import OPERATIONS, PanelLinear, Program
+
+# T tokens of this step, E hidden size, H query heads, K key/value heads, D head size, I intermediate size
+
+
+class CompiledDecoder:
+    """Runs a decoder's layers and final norm.
+
+    The program is written for a number of rows and for the KV caches; for more rows, or others, it is written anew.
+    """
+
+    def __init__(self, stack: DecoderStack) -> None:
+        self._stack = stack
+        self._kv_caches: KVCaches = []
+        self._written: Written | None = None
+        self.on_layers: Callable[[int], object] = lambda num_layers: None  # is told how many layers were just done
+
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches, times_ns: np.ndarray | None = None) -> Tensor:
+        """Return what DecoderStack.forward returns. `times_ns` is that of `Program.run`."""
+        num_tokens = len(inputs.token_ids_T)
+        written = self._for(num_tokens, kv_caches)
+        written.x_TE[:num_tokens] = self._stack.embed_tokens(inputs.token_ids_T)
+        written.residual_TE[:num_tokens] = 0
+        written.program.run(
+            inputs.positions_T,
+            inputs.slot_mapping_T,
+            inputs.block_tables_SM,
+            inputs.cu_seqlens_q,
+            inputs.seq_lens_S,
+            self.on_layers,
+            times_ns,
+        )
+        return written.normed_TE[:num_tokens].clone()  # the next step overwrites it
+
+    @torch.inference_mode()
+    def profile(self, inputs: StepInputs, kv_caches: KVCaches) -> dict[str, int]:
+        """Do a step and return the nanoseconds of each kind of operation."""
+        times_ns = np.zeros(len(OPERATIONS), np.int64)
+        self.forward(inputs, kv_caches, times_ns)
+        return {operation.name: int(times_ns[operation.number]) for operation in OPERATIONS}
+
+    def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
+        if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:
+            self._written = None  # its memory is free before there is more
+            self._written = Written(self._stack, kv_caches, 1 << max(0, num_tokens - 1).bit_length())
+            self._kv_caches = kv_caches
+        return self._written
+
+
+class Written:
+    """A program, and the memory that all of its layers share."""
+
+    def __init__(self, stack: DecoderStack, kv_caches: KVCaches, num_rows: int) -> None:
+        self.program = program = Program(num_rows, stack.norm.weight.dtype)
+        hidden_size = len(stack.norm.weight)
+        self.x_TE, self.normed_TE = program.new(hidden_size), program.new(hidden_size)
+        self.residual_TE = program.new(hidden_size, dtype=torch.float32)
+        layers = _layers(stack)
+        attention, mlp = layers[0].self_attn, layers[0].mlp
+        heads, head_dim = (attention.num_heads, attention.num_kv_heads), attention.head_dim
+        self.qkv_TXD = program.new(heads[0] + 2 * heads[1], head_dim)
+        self.out_THD = program.new(heads[0], head_dim)
+        self.q_THD, self.k_TKD = (program.new(num, head_dim) for num in heads)
+        self.gate_up_T2I = program.new(_num_outputs(mlp.gate_up_proj))
+        self.activated_TI = program.new(_num_outputs(mlp.gate_up_proj) // 2)
+        for layer, kv_cache in zip(layers, kv_caches, strict=True):
+            self._add_norm(layer.input_layernorm)
+            self._attention(layer.self_attn, stack.cos_sin_PR, kv_cache)
+            self._add_norm(layer.post_attention_layernorm)
+            self._mlp(layer.mlp)
+            program.end_layer()
+        self._add_norm(stack.norm)
+
+    def _add_norm(self, norm: RMSNorm) -> None:
+        self.program.add_rms_norm(self.x_TE, self.residual_TE, norm.weight, norm.eps, self.normed_TE)
+
+    def _attention(self, attention: Attention, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> None:
+        heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
+        self.program.linear(self.normed_TE, _packed(attention.qkv_proj), self.qkv_TXD.flatten(1))
+        q_THD, k_TKD, v_TKD = torch.split(self.qkv_TXD, heads, dim=1)
+        if attention.q_norm is not None and attention.k_norm is not None:
+            self.program.rms_norm(q_THD, attention.q_norm.weight, attention.q_norm.eps, self.q_THD)
+            self.program.rms_norm(k_TKD, attention.k_norm.weight, attention.k_norm.eps, self.k_TKD)
+            q_THD, k_TKD = self.q_THD, self.k_TKD
+        if attention.alibi_slopes_H is None:
+            self.program.rotate_and_store_kv(q_THD, k_TKD, v_TKD, cos_sin_PR, *kv_cache)
+        else:
+            self.program.store_kv(k_TKD, v_TKD, *kv_cache)
+        self.program.paged_attention(
+            q_THD,
+            *kv_cache,
+            attention.head_dim**-0.5,
+            attention.sliding_window,
+            attention.alibi_slopes_H,
+            self.out_THD,
+        )
+        self.program.linear(self.out_THD.flatten(1), _packed(attention.o_proj), self.x_TE)
+
+    def _mlp(self, mlp: MLP) -> None:
+        self.program.linear(self.normed_TE, _packed(mlp.gate_up_proj), self.gate_up_T2I)
+        self.program.silu_and_mul(self.gate_up_T2I, self.activated_TI)
+        self.program.linear(self.activated_TI, _packed(mlp.down_proj), self.x_TE)
+
+
+def compile_decoder(decoder: Decoder) -> CompiledDecoder | None:
+    """Return what runs the layers of a decoder that is loaded, or None where there is no program for it."""
+    stack = decoder.model
+    linears = [module for layer in _layers(stack) for module in layer.modules() if isinstance(module, Linear)]
+    if stack.norm.backend is not cpu or decoder.lm_head.parallel.world_size > 1:
+        return None
+    if not all(isinstance(packed, PanelLinear) for linear in linears for packed in linear.packed):
+        return None
+    return CompiledDecoder(stack)
+
+
+def _layers(stack: DecoderStack) -> list[DecoderLayer]:
+    return [layer for layer in stack.layers if isinstance(layer, DecoderLayer)]
+
+
+def _packed(linear: Linear) -> Sequence[PanelLinear]:
+    return [packed for packed in linear.packed if isinstance(packed, PanelLinear)]
+
+
+def _num_outputs(linear: Linear) -> int:
+    return sum(packed.num_outputs for packed in _packed(linear))

@@ -1,0 +1,258 @@
+"""A program: the operations of a step as data, so that one call does many of them.
+
+It is written by the functions below, named as those of `kernels.backend` are and of the same meaning, but with a place
+for the result. They do nothing yet; they note addresses. So tensors that a program knows must stay where they are; the
+program keeps them alive. Tensors have room for `num_rows` tokens, a run takes the first ones of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu import operations
+from kernels.cpu.checks import (
+    address_of_heads,
+    contiguous,
+    has_dense_heads,
+    like,
+    require_contiguous,
+    require_inside,
+    require_shape,
+)
+from kernels.cpu.operations import OPERATIONS, Operation, Row, as_field
+from kernels.cpu.panel_linear import PanelLinear
+from kernels.cpu.program_kernels import DONE, NO_MEMORY, run
+
+NO_WINDOW = 2**40
+ROW_SIZE = 20
+CALL_PRODUCTS = 2 * 10**9  # multiply-adds, about a tenth of a second's work
+MEETS, KIND = Row._fields.index("meets"), Row._fields.index("kind")
+
+
+class Layer(NamedTuple):
+    """Where the operations of a layer end, and what they multiply with."""
+
+    end: int
+    num_weights: int  # of the products
+
+
+class Program:
+    """Operations on tensors of one dtype, float32 or bfloat16."""
+
+    def __init__(self, num_rows: int, dtype: torch.dtype, call_products: int = CALL_PRODUCTS) -> None:
+        """A run comes back to Python at the end of a layer when it has done `call_products` multiply-adds."""
+        self.num_rows = num_rows
+        self._call_products = call_products
+        self.dtype = dtype
+        self._rows: list[list[int]] = []
+        self._kinds: dict[tuple[int, ...], int] = {}  # of attention, by all that its tasks depend on
+        self._first_of_kind: list[int] = []
+        self._layers: list[Layer] = []
+        self._num_weights = 0
+        self._num_slots, self._num_positions = 2**62, 2**62
+        self._held: list[object] = []
+        self._of_parts: dict[tuple[int, int], Tensor] = {}
+        self._arrays: tuple[np.ndarray, np.ndarray] | None = None
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for `num_rows` rows of `shape`, in the program's dtype or another."""
+        return torch.empty(self.num_rows, *shape, dtype=dtype or self.dtype)
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
+        self._require(x_TE, weight_E, out_TE)
+        require_shape("weight", weight_E, x_TE.shape[1:])
+        require_shape("residual", residual_TE, tuple(x_TE.shape))
+        require_shape("out", out_TE, tuple(x_TE.shape))
+        require_contiguous(x_TE, residual_TE, weight_E, out_TE)
+        if residual_TE.dtype != torch.float32:
+            raise ValueError(f"the residual is {residual_TE.dtype}, float32 is needed")
+        self._append(operations.add_rms_norm, [out_TE, x_TE, residual_TE, weight_E], x_TE.shape[1], as_field(eps))
+
+    def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float, out_THD: Tensor) -> None:
+        self._require(x_THD, weight_D, out_THD)
+        _, num_heads, head_size = x_THD.shape
+        require_shape("weight", weight_D, (head_size,))
+        require_shape("out", out_THD, tuple(x_THD.shape))
+        require_contiguous(weight_D, out_THD)
+        _require_dense_heads(x_THD)
+        sizes = (num_heads, x_THD.stride(0), head_size)
+        self._append(operations.rms_norm, [out_THD, x_THD, weight_D], *sizes, as_field(eps))
+
+    def linear(self, x_TE: Tensor, layers: Sequence[PanelLinear], out_TN: Tensor) -> None:
+        """Write the products with several layers side by side."""
+        require_shape("out", out_TN, (self.num_rows, sum(layer.num_outputs for layer in layers)))
+        require_contiguous(x_TE, out_TN)
+        if len(layers) == 1:
+            self._product(x_TE, layers[0], out_TN)
+            return
+        first = 0
+        for number, layer in enumerate(layers):
+            size = layer.num_outputs
+            if (number, size) not in self._of_parts:
+                self._of_parts[number, size] = self.new(size)
+            part_TN = self._of_parts[number, size]
+            self._product(x_TE, layer, part_TN)
+            self._append(operations.copy, [out_TN[:, first:], part_TN], size, out_TN.shape[1])
+            first += size
+
+    def rotate_and_store_kv(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_sin_PR: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+    ) -> None:
+        self._require(q_THD, k_TKD)
+        _require_dense_heads(q_THD, k_TKD)
+        require_contiguous(cos_sin_PR)
+        _, num_heads, head_size = q_THD.shape
+        num_positions, rotary_size = cos_sin_PR.shape
+        if rotary_size > head_size or rotary_size % 2 != 0 or cos_sin_PR.dtype != torch.float32:
+            raise ValueError(f"cos_sin has {rotary_size} columns of {cos_sin_PR.dtype} for heads of {head_size}")
+        sizes = (num_heads, k_TKD.shape[1], head_size, rotary_size, q_THD.stride(0), k_TKD.stride(0))
+        self._append(operations.rotate, [q_THD, k_TKD, cos_sin_PR], *sizes)
+        self._num_positions = min(self._num_positions, num_positions)
+        self.store_kv(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD)
+
+    def store_kv(self, k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor) -> None:
+        self._require(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD)
+        _require_dense_heads(k_TKD, v_TKD)
+        num_blocks, num_kv_heads, head_size, block_size = k_cache_NKDP.shape
+        value_size = v_TKD.shape[2]
+        require_shape("k", k_TKD, (self.num_rows, num_kv_heads, head_size))
+        require_shape("v", v_TKD, (self.num_rows, num_kv_heads, value_size))
+        require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
+        require_contiguous(k_cache_NKDP, v_cache_NKPD)
+        sizes = (num_kv_heads, head_size, value_size, block_size, k_TKD.stride(0), v_TKD.stride(0))
+        self._append(operations.store_kv, [k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD], *sizes)
+        self._num_slots = min(self._num_slots, num_blocks * block_size)
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes_H: Tensor | None,
+        out_THD: Tensor,
+    ) -> None:
+        self._require(q_THD, k_cache_NKDP, v_cache_NKPD, out_THD)
+        _require_dense_heads(q_THD)
+        _, num_heads, head_size = q_THD.shape
+        num_blocks, num_kv_heads, _, block_size = k_cache_NKDP.shape
+        value_size = v_cache_NKPD.shape[3]
+        require_shape("k_cache", k_cache_NKDP, (num_blocks, num_kv_heads, head_size, block_size))
+        require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
+        require_shape("out", out_THD, (self.num_rows, num_heads, value_size))
+        require_contiguous(k_cache_NKDP, v_cache_NKPD, out_THD)
+        window = NO_WINDOW if sliding_window is None else sliding_window
+        if num_heads % num_kv_heads != 0 or window < 1:
+            raise ValueError(f"{num_heads} query heads, {num_kv_heads} key/value heads, a window of {window}")
+        slopes = address_of_heads("alibi_slopes", alibi_slopes_H, num_heads)
+        self._held.append(alibi_slopes_H)
+        sizes = (num_blocks, block_size, num_heads, num_kv_heads, head_size, value_size, q_THD.stride(0), window)
+        if sizes not in self._kinds:
+            self._kinds[sizes] = len(self._kinds)
+            self._first_of_kind.append(len(self._rows))
+        memory = [out_THD, q_THD, k_cache_NKDP, v_cache_NKPD]
+        self._append(operations.paged_attention, memory, slopes, *sizes, self._kinds[sizes], as_field(scale))
+
+    def silu_and_mul(self, gate_up_T2I: Tensor, out_TI: Tensor) -> None:
+        self._require(gate_up_T2I, out_TI)
+        require_contiguous(gate_up_T2I, out_TI)
+        require_shape("gate_up", gate_up_T2I, (self.num_rows, 2 * out_TI.shape[1]))
+        self._append(operations.silu_and_mul, [out_TI, gate_up_T2I], out_TI.shape[1])
+
+    def end_layer(self) -> None:
+        """Let a run come back to Python here if it has done much."""
+        self._layers.append(Layer(len(self._rows), self._num_weights))
+        self._num_weights = 0
+
+    def run(
+        self,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        block_tables_SM: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens_S: Tensor,
+        on_layers: Callable[[int], object],
+        times_ns: np.ndarray | None = None,
+    ) -> None:
+        """Do it all for the first rows of the tensors, as many as there are positions.
+
+        `on_layers` is told after each call how many layers it ended. `times_ns` (int64, a place for each Operation) is
+        added to. Raises ValueError or IndexError as the functions of `kernels.backend` do, before anything is done.
+        """
+        num_tokens, (num_seqs, max_blocks) = len(positions_T), block_tables_SM.shape
+        if num_tokens > self.num_rows:
+            raise ValueError(f"{num_tokens} tokens, the program has room for {self.num_rows}")
+        require_shape("slot_mapping", slot_mapping_T, (num_tokens,))
+        require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
+        require_shape("seq_lens", seq_lens_S, (num_seqs,))
+        positions_T, slot_mapping_T = contiguous(positions_T, torch.int64), contiguous(slot_mapping_T, torch.int64)
+        indices = [contiguous(tensor, torch.int32) for tensor in (block_tables_SM, cu_seqlens_q, seq_lens_S)]
+        require_inside("position", positions_T, 0, self._num_positions)
+        require_inside("slot", slot_mapping_T, -(2**63), self._num_slots)
+        addresses = [tensor.data_ptr() for tensor in (positions_T, slot_mapping_T, *indices)]
+        inputs = (num_tokens, num_seqs, max_blocks, *addresses)
+        times_ns = np.empty(0, np.int64) if times_ns is None else times_ns
+        for first, end, num_layers in self._calls(num_tokens):
+            outcome = run(*self._ready(), first, end, inputs, times_ns, torch.get_num_threads())
+            if outcome == NO_MEMORY:
+                raise MemoryError("no memory for a thread's own values")
+            if outcome != DONE:
+                raise IndexError(f"the lengths or the block table of sequence {outcome} point outside")
+            on_layers(num_layers)
+
+    def _calls(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the first and the end of the operations that are done in one call, and how many layers end in them."""
+        if num_tokens == 0:
+            return
+        first, num_layers, num_products = 0, 0, 0
+        for layer, (end, num_weights) in enumerate(self._layers, 1):
+            num_products += num_tokens * num_weights
+            if num_products >= self._call_products and layer < len(self._layers):
+                yield first, end, layer - num_layers
+                first, num_layers, num_products = end, layer, 0
+        yield first, len(self._rows), len(self._layers) - num_layers
+
+    def _ready(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows, and the first one of each kind of attention, as the compiled code takes them."""
+        if self._arrays is None:
+            shares_rows = [OPERATIONS[row[KIND]].shares_rows for row in self._rows]
+            for row, *neighbours in zip(self._rows, shares_rows, [*shares_rows[1:], True], strict=True):
+                row[MEETS] = not all(neighbours)
+            self._arrays = np.array(self._rows, np.int64), np.array(self._first_of_kind, np.int64)
+        return self._arrays
+
+    def _product(self, x_TK: Tensor, layer: PanelLinear, out_TN: Tensor) -> None:
+        self._require(x_TK, out_TN)
+        require_shape("x", x_TK, (self.num_rows, layer.num_inputs))
+        sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
+        factor_bytes = [0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)]
+        self._append(operations.product, [out_TN, x_TK], *layer.addresses, *sizes, *factor_bytes)
+        self._held.append(layer)
+        self._num_weights += layer.num_outputs * layer.num_inputs
+
+    def _append(self, operation: Operation, memory: Sequence[Tensor], *sizes: int) -> None:
+        begin = Row(operation.compiled(self.dtype), meets=False, kind=operation.number, next_task=0)
+        row = [*begin, *(tensor.data_ptr() for tensor in memory), *sizes]
+        self._rows.append(row + [0] * (ROW_SIZE - len(row)))
+        self._held.extend(memory)
+        self._arrays = None
+
+    def _require(self, *tensors: Tensor) -> None:
+        like(*tensors)
+        if tensors[0].dtype is not self.dtype:
+            raise ValueError(f"a tensor of {tensors[0].dtype} does not belong into this program")
+
+
+def _require_dense_heads(*tensors: Tensor) -> None:
+    if not all(has_dense_heads(tensor) for tensor in tensors):
+        raise ValueError("the heads of a token do not lie side by side in q, k or v")
