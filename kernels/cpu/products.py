@@ -1,6 +1,6 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
-Quantized weights have products of their own (`kernels.cpu.panel_linear`), and so have bfloat16 ones where the machine has
+Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones where the machine has
 no instructions for them.
 
 M rows, N outputs, K inputs.
