@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import psutil
 
+from bench.flags import not_negative, positive
 from bench.instant_scheduler import InstantScheduler
 from bench.results import write_results
 from gateway.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ TEXT = (
     " Printers used it for what was to be read everywhere, and left the folio to what was to be kept in one place.\n\n"
 )
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+CPU_CLOCK_OF_PROCESS = 2  # with the process's id, Linux's number of that clock, as clock_getcpuclockid(3) gives it
 READ_BYTES = 1 << 16
 LAST_BYTES = 1024  # of an answer, in which its usage is
 END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
@@ -48,10 +49,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="whose tokenizer and chat template are used (default: the demo)"
     )
-    parser.add_argument("--streams", type=int, default=64, metavar="N", help="at a time (default: 64)")
+    parser.add_argument("--streams", type=positive, default=64, metavar="N", help="at a time (default: 64)")
     parser.add_argument(
         "--tokens",
-        type=int,
+        type=positive,
         nargs="+",
         default=[128, 1024, 4096],
         metavar="N",
@@ -61,7 +62,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "--endpoints", nargs="+", choices=list(PATHS), default=list(PATHS), help="(default: completions chat)"
     )
     parser.add_argument(
-        "--step-ms", type=float, default=0.0, metavar="MS", help="between two tokens of a stream (default: 0, at once)"
+        "--step-ms",
+        type=not_negative,
+        default=0,
+        metavar="MS",
+        help="between two tokens of a stream (default: 0, at once)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE as well")
     parser.set_defaults(run=run)
@@ -113,10 +118,10 @@ def open_rig(model: str | None, num_streams: int, step_s: float) -> Iterator["Ri
         config = msgspec.structs.replace(config, port=listening_port(config))
         token_ids = tokenizer.encode_now(TEXT, add_special_tokens=False)
         with (
-            InstantScheduler(config.frontend_address, token_ids, num_streams=num_streams, step_s=step_s) as scheduler,
+            InstantScheduler(config.frontend_address, token_ids, step_s=step_s) as scheduler,
             gateway(config) as process,
         ):
-            yield Rig(config, scheduler, psutil.Process(process.pid), num_streams)
+            yield Rig(config, scheduler, process.pid, num_streams)
 
 
 @contextmanager
@@ -137,29 +142,33 @@ def gateway(config: Config) -> Iterator[Process]:
 class Rig:
     """A gateway, its scheduler, and the client."""
 
-    def __init__(self, config: Config, scheduler: InstantScheduler, process: psutil.Process, num_streams: int) -> None:
-        self._config, self._scheduler, self._process, self._num_streams = config, scheduler, process, num_streams
+    def __init__(self, config: Config, scheduler: InstantScheduler, pid: int, num_streams: int) -> None:
+        self._config, self._scheduler, self._num_streams = config, scheduler, num_streams
+        self._cpu_clock = ~pid << 3 | CPU_CLOCK_OF_PROCESS
 
     def stream(self, endpoint: str, num_tokens: int) -> Outcome:
-        """Read as many streams at once as the rig has, of `num_tokens` each. Raises CommandError for another answer."""
-        before_s = self._cpu_s()
+        """Read as many streams at once as the rig has, of `num_tokens` each.
+
+        Raises CommandError for another answer, after which the rig is of no more use.
+        """
+        before_cpu_s = self._cpu_s()
         with selectors.DefaultSelector() as selector, ExitStack() as connections:
-            for _ in range(self._num_streams):
-                connection = connections.enter_context(self._connect())
-                connection.sendall(self._request(endpoint, num_tokens))
-                selector.register(connection, selectors.EVENT_READ, bytearray())
-            self._scheduler.wait_for_streams()
+            streams = [connections.enter_context(self._connect()) for _ in range(self._num_streams)]
+            for stream in streams:
+                stream.sendall(self._request(endpoint, num_tokens))
+                selector.register(stream, selectors.EVENT_READ, bytearray())
+            for stream in streams:
+                _read_head(stream)
             began_cpu_s, began_s = self._cpu_s(), time.monotonic()
             self._scheduler.begin()
             for answer in _read_all(selector):
                 _check(answer, num_tokens)
         total = self._num_streams * num_tokens
         cpu_s, elapsed_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
-        return Outcome(total / cpu_s, (began_cpu_s - before_s) / self._num_streams, total / elapsed_s)
+        return Outcome(total / cpu_s, (began_cpu_s - before_cpu_s) / self._num_streams, total / elapsed_s)
 
     def _cpu_s(self) -> float:
-        times = self._process.cpu_times()
-        return float(times.user + times.system)
+        return time.clock_gettime(self._cpu_clock)
 
     def _connect(self) -> socket.socket:
         return socket.create_connection((self._config.host, self._config.port), timeout=STREAM_TIMEOUT_S)
@@ -170,6 +179,18 @@ class Rig:
         body = msgspec.json.encode({**asked, **options})
         head = f"POST {PATHS[endpoint]} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
         return head.encode() + body
+
+
+def _read_head(connection: socket.socket) -> None:
+    """Read the head of an answer: the request was admitted. Raises CommandError if it was not."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        received = connection.recv(READ_BYTES)
+        head += received
+        if not received:
+            break
+    if not head.startswith(b"HTTP/1.1 200 "):
+        raise CommandError(f"the gateway answered: {head.decode(errors='replace')}")
 
 
 def _read_all(selector: selectors.BaseSelector) -> Iterator[bytes]:

@@ -26,7 +26,6 @@ from protocol.messages import (
 from protocol.sockets import bind_router, try_send
 
 POLL_MS = 10
-ARRIVAL_TIMEOUT_S = 60.0
 RETRY_S = 0.001  # between tries to send to a gateway whose queue is full
 MAX_QUEUED_MESSAGES = 16  # on each end of the socket: steps that the gateway is behind
 
@@ -34,27 +33,20 @@ MAX_QUEUED_MESSAGES = 16  # on each end of the socket: steps that the gateway is
 class InstantScheduler:
     """Serves at `address` in a thread of its own while the context lasts.
 
-    Each sequence gets `token_ids` over and over, from when `num_streams` requests have come and `begin` was called;
-    steps are `step_s` apart.
+    Each sequence gets `token_ids` over and over, from when `begin` is called; steps are `step_s` apart.
     """
 
-    def __init__(self, address: str, token_ids: Sequence[int], *, num_streams: int, step_s: float = 0.0) -> None:
-        self._address, self._num_streams, self._step_s = address, num_streams, step_s
+    def __init__(self, address: str, token_ids: Sequence[int], *, step_s: float = 0.0) -> None:
+        self._address, self._step_s = address, step_s
         self._tokens = [pack_ids([token_id]) for token_id in token_ids]
         self._vocab_size = max(token_ids) + 1
         self._submits: list[Submit] = []
         self._identity = b""
-        self._is_full, self._may_begin, self._is_stopping = threading.Event(), threading.Event(), threading.Event()
+        self._may_begin, self._is_stopping = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
-    def wait_for_streams(self) -> None:
-        """Return once all requests have come. Raises TimeoutError if they do not."""
-        if not self._is_full.wait(ARRIVAL_TIMEOUT_S):
-            raise TimeoutError(f"after {ARRIVAL_TIMEOUT_S:.0f} s there are {len(self._submits)} requests")
-
     def begin(self) -> None:
-        """Send the tokens of the requests that have come."""
-        self._is_full.clear()
+        """Send the tokens of the requests that were admitted."""
         self._may_begin.set()
 
     def __enter__(self) -> "InstantScheduler":
@@ -104,8 +96,6 @@ class InstantScheduler:
             case Submit() as submit:
                 self._submits.append(submit)
                 self._send(socket, Admitted(submit.request_id))
-                if len(self._submits) == self._num_streams:
-                    self._is_full.set()
             case Abort():
                 pass
 

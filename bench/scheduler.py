@@ -14,6 +14,7 @@ from typing import Any
 
 import zmq
 
+from bench.flags import not_negative, positive
 from bench.results import write_results
 from protocol.config import Config
 from protocol.messages import (
@@ -61,14 +62,16 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "Time what the scheduler does for one decode step: planning it, applying its result, the messages to and from"
         " the executor, and handing the tokens to a gateway. CPU time of one thread, in milliseconds."
     )
-    parser.add_argument("--num-seqs", type=int, default=256, metavar="N", help="running sequences (default: 256)")
-    parser.add_argument("--context", type=int, default=4096, metavar="TOKENS", help="prompt of each (default: 4096)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="TOKENS", help="of a KV block (default: 16)")
-    parser.add_argument("--steps", type=int, default=200, metavar="N", help="steps to time (default: 200)")
+    parser.add_argument("--num-seqs", type=positive, default=256, metavar="N", help="running sequences (default: 256)")
+    parser.add_argument(
+        "--context", type=positive, default=4096, metavar="TOKENS", help="prompt of each (default: 4096)"
+    )
+    parser.add_argument("--block-size", type=positive, default=16, metavar="TOKENS", help="of a KV block (default: 16)")
+    parser.add_argument("--steps", type=positive, default=200, metavar="N", help="steps to time (default: 200)")
     parser.add_argument(
         "--finished",
-        type=int,
-        nargs="*",
+        type=not_negative,
+        nargs="+",
         default=[0, 1000, 10_000],
         metavar="N",
         help="requests to finish before; one row each (default: 0 1000 10000)",
@@ -120,7 +123,7 @@ class Rig:
         self._frontend.offer(Service(scheduler, VOCAB_SIZE, self._ready, self._measures))
         self._in_flight: PlannedStep | None = None
         self._hello_seq = self._num_requests = 0
-        self._num_received: dict[str, int] = {}  # tokens, of the requests that have not ended
+        self.num_received: dict[str, int] = {}  # tokens, of the requests that have not ended
         self.num_finished = 0
 
     def start_requests(self, num_requests: int, num_prompt_tokens: int, max_tokens: int) -> None:
@@ -128,20 +131,20 @@ class Rig:
         self._hello()
         for number in range(self._num_requests, self._num_requests + num_requests):
             prompt = array("i", ((number + index) % VOCAB_SIZE for index in range(num_prompt_tokens)))
-            self._num_received[f"request-{number}"] = 0
+            self.num_received[f"request-{number}"] = 0
             self._send(
                 Submit(f"request-{number}", self._hello_seq, prompt.tobytes(), SamplingParams(max_tokens, seed=0))
             )
         self._num_requests += num_requests
-        while not all(self._num_received.values()):
+        while not all(self.num_received.values()):
             self._step(_no_times())
 
     def finish_requests(self, num_requests: int) -> None:
         """Run short requests beside the others until so many more have ended."""
-        end, num_long = self.num_finished + num_requests, len(self._num_received)
+        end, num_long = self.num_finished + num_requests, len(self.num_received)
         while self.num_finished < end:
             self.start_requests(min(num_long, end - self.num_finished), SHORT_PROMPT_TOKENS, SHORT_OUTPUT_TOKENS)
-            while len(self._num_received) > num_long:
+            while len(self.num_received) > num_long:
                 self._step(_no_times())
 
     def run(self, num_steps: int) -> Times:
@@ -179,7 +182,7 @@ class Rig:
     def _hello(self) -> None:
         """Acknowledge what has come, so that the scheduler forgets what has ended."""
         self._hello_seq += 1
-        self._send(Hello(PROTOCOL_VERSION, "gateway", self._hello_seq, list(self._num_received.items())))
+        self._send(Hello(PROTOCOL_VERSION, "gateway", self._hello_seq, list(self.num_received.items())))
 
     def _send(self, message: Message) -> None:
         self._gateway.send(encode(message))
@@ -190,9 +193,9 @@ class Rig:
             match decode_to_gateway(self._gateway.recv()):
                 case Outputs(outputs):
                     for output in outputs:
-                        self._num_received[output.request_id] += len(unpack_ids(output.token_ids))
+                        self.num_received[output.request_id] += len(unpack_ids(output.token_ids))
                         if output.finish_reason:
-                            del self._num_received[output.request_id]
+                            del self.num_received[output.request_id]
                             self.num_finished += 1
                 case Ready() | Admitted():
                     pass
