@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -125,6 +126,10 @@ def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_toke
     )
 
 
+def _text_chunk(index: int, text: str) -> ChatChunkChoice:
+    return ChatChunkChoice(index, ChatDelta(text))
+
+
 class _Renderer:
     """Writes the answer to one request, in one piece or in chunks."""
 
@@ -144,12 +149,15 @@ class _Renderer:
 
     async def events(self, choices: Choices) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._head(), usage=self._usage_wanted, encode=encode)
-        begun: set[int] = set()
+        text_writers: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         async for index, delta in choices:
-            if index not in begun:
-                begun.add(index)
+            if index not in text_writers:
+                text_writers[index] = writer.text(partial(_text_chunk, index))
                 yield writer.choice(ChatChunkChoice(index, ChatDelta("", "assistant")))
-            yield writer.choice(self._chunk(index, delta))
+            if delta.finish_reason is None and not self._logprobs_wanted:
+                yield text_writers[index](delta.text)
+            else:
+                yield writer.choice(self._chunk(index, delta))
         if self._usage_wanted:
             yield writer.usage(choices.usage())
         yield DONE

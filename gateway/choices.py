@@ -59,15 +59,26 @@ class Choices:
         return cls(generations, requests, observations, n)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        if len(self._generations) == 1:
+            async for delta in self._generations[0]:
+                self._count(0, delta)
+                yield 0, delta
+            return
         async for index, delta in _merged(self._generations):
-            self._observations[index].see(delta)
-            self._num_completion_tokens += len(delta.token_ids)
-            if index in self._counted and delta.finish_reason:
-                self._num_cached_tokens += delta.num_cached_tokens
-            if delta.finish_reason in ("error", "abort"):
-                message = delta.error or "the generation was ended by the server"
-                raise RequestError(message, status=500, code="generation_failed")
+            self._count(index, delta)
             yield index, delta
+
+    def _count(self, index: int, delta: Delta) -> None:
+        """Take what a choice gives into account. Raises RequestError if it failed."""
+        self._observations[index].see(delta)
+        self._num_completion_tokens += len(delta.token_ids)
+        if delta.finish_reason is None:
+            return
+        if index in self._counted:
+            self._num_cached_tokens += delta.num_cached_tokens
+        if delta.finish_reason in ("error", "abort"):
+            message = delta.error or "the generation was ended by the server"
+            raise RequestError(message, status=500, code="generation_failed")
 
     async def collect(self) -> list[Whole]:
         """Return all choices, complete."""
@@ -127,10 +138,6 @@ async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> l
 
 
 async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
-    if len(generations) == 1:
-        async for delta in generations[0]:
-            yield 0, delta
-        return
     pending = {asyncio.ensure_future(anext(generation)): index for index, generation in enumerate(generations)}
     try:
         while pending:

@@ -1,8 +1,9 @@
 """POST /v1/completions."""
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -179,13 +180,15 @@ class _Renderer:
             "system_fingerprint": self._fingerprint,
         }
         writer = ChunkWriter(head, usage=self._usage_wanted, encode=encode)
-        begun: set[int] = set()
+        text_writers: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
         async for index, delta in choices:
-            if index not in begun:
-                begun.add(index)
+            if index not in text_writers:
+                text_writers[index] = writer.text(partial(CompletionChoice, index))
                 if echoed := self._echo(index, delta.prompt_logprobs):
                     yield writer.choice(echoed)
-            if delta.text or delta.token_ids or delta.finish_reason:
+            if delta.text and delta.finish_reason is None and not self._logprobs_wanted:
+                yield text_writers[index](delta.text)
+            elif delta.text or delta.token_ids or delta.finish_reason:
                 yield writer.choice(self._chunk(index, delta))
         if self._usage_wanted:
             yield writer.usage(choices.usage())

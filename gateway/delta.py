@@ -3,6 +3,8 @@
 from array import array
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.messages import Logprobs, unpack_ids
 
 
@@ -16,8 +18,7 @@ class TokenLogprob:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Delta:
+class Delta(msgspec.Struct):
     """What is new: text that cannot change any more, and the tokens whose text is out (or which have none).
 
     Every Delta has text, `prompt_logprobs` or a `finish_reason` ("stop", "length", "abort" or "error"); the last one,

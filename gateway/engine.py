@@ -72,7 +72,8 @@ class Generation:
     def __init__(self, client: SchedulerClient, request: GenerationRequest, stream: TextStream) -> None:
         self._client, self._request_id, self._stream = client, request.request_id, stream
         self._events: deque[Event] = deque()
-        self._arrived = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._arrival: asyncio.Future[None] | None = None  # of an event, or of the end, that the reader waits for
         self._ended = False
         client.submit(_submit(request), self._deliver)
 
@@ -82,8 +83,8 @@ class Generation:
     async def __anext__(self) -> Delta:
         while not self._ended:
             if not self._events:
-                self._arrived.clear()
-                await self._arrived.wait()
+                self._arrival = self._loop.create_future()
+                await self._arrival
                 continue
             event = self._events.popleft()
             delta = self._stream.push(event) if isinstance(event, Output) else None
@@ -95,7 +96,9 @@ class Generation:
 
     async def admitted(self) -> None:
         """Return once the scheduler took the request. Raises Overloaded, Refused or Unavailable."""
-        await self._arrived.wait()
+        if not self._events:
+            self._arrival = self._loop.create_future()
+            await self._arrival
         match self._events[0]:
             case Rejected(_, reason, None):
                 raise Refused(reason)
@@ -113,7 +116,7 @@ class Generation:
             self._ended = True
             self._client.abandon(self._request_id, stopped=stopped)
             self._events.clear()
-            self._arrived.set()
+            self._wake_reader()
 
     async def __aenter__(self) -> "Generation":
         return self
@@ -125,7 +128,11 @@ class Generation:
 
     def _deliver(self, event: Event) -> None:
         self._events.append(event)
-        self._arrived.set()
+        self._wake_reader()
+
+    def _wake_reader(self) -> None:
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
 
 class Engine:

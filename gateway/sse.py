@@ -11,6 +11,7 @@ from gateway.errors import RequestError, error_body, internal_error, unavailable
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
+PLACE = "{text}"
 
 # nginx would hold chunks back without the last.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -27,6 +28,11 @@ class ChunkWriter:
     def choice(self, choice: Any) -> bytes:
         """Return the event for a chunk with one choice."""
         return self._head + self._encode(choice) + self._tail
+
+    def text(self, choice_of: Callable[[str], Any]) -> Callable[[str], bytes]:
+        """Return a function that does the same for `choice_of(text)`, where nothing but the text ever changes."""
+        encode, (before, _, after) = self._encode, self.choice(choice_of(PLACE)).rpartition(self._encode(PLACE))
+        return lambda text: before + encode(text) + after
 
     def usage(self, usage: Any) -> bytes:
         """Return the event for the chunk that has no choice but the usage."""
@@ -61,6 +67,7 @@ class EventStream(Response):
         self.events = events
         self.close = close
         self.keep_alive_s = keep_alive_s
+        self._now_s = asyncio.get_running_loop().time
         self._last_sent_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,15 +101,14 @@ class EventStream(Response):
 
     async def _ping(self, send: Send) -> None:
         """Send a comment after each `keep_alive_s` of silence, so that no proxy takes the stream for dead."""
-        now_s = asyncio.get_running_loop().time
-        self._last_sent_s = max(self._last_sent_s, now_s())
+        self._last_sent_s = max(self._last_sent_s, self._now_s())
         while True:
-            silence_left_s = self._last_sent_s + self.keep_alive_s - now_s()
+            silence_left_s = self._last_sent_s + self.keep_alive_s - self._now_s()
             if silence_left_s > 0:
                 await asyncio.sleep(silence_left_s)
             else:
                 await self._send(send, PING)
 
     async def _send(self, send: Send, event: bytes) -> None:
-        self._last_sent_s = asyncio.get_running_loop().time()
+        self._last_sent_s = self._now_s()
         await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -33,6 +33,7 @@ class TextStream:
         self._detokenizer, self._sampling, self._prompt_token_ids = detokenizer, sampling, prompt_token_ids
         self._stops = StopStrings(stop) if stop else None
         self._include_stop = include_stop
+        self._only_text = not stop and sampling.num_logprobs is None
         self._undecoded: list[tuple[int, TokenLogprob | None]] = []  # tokens whose text is not complete
         self._held: deque[HeldToken] = deque()  # tokens whose text is not all out
         self._text = ""  # complete, but not out
@@ -44,19 +45,39 @@ class TextStream:
         """Return what `output` lets out, or None if that is nothing yet. After a `finish_reason` push no more."""
         self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
         token_ids = unpack_ids(output.token_ids)
+        if len(token_ids) == 1 and self._is_plain(output):
+            return self._push_plain(token_ids[0], output)
         logprobs = token_logprobs(token_ids, output.logprobs) if output.logprobs else [None] * len(token_ids)
         silent = len(token_ids) - 1 if output.finish_reason == "stop" and not self._include_stop else -1
         for index, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-            self._num_tokens += 1
-            self._undecoded.append((token_id, logprob))
             piece = "" if index == silent else self._detokenizer.step(token_id)
-            if (found := self._add(piece, self._detokenizer.num_pending_tokens)) is not None:
+            if (found := self._take(token_id, logprob, piece)) is not None:
                 return self._stopped(*found, output)
         if output.finish_reason is None:
             return self._release(output)
         if (found := self._add(self._detokenizer.flush(), 0)) is not None:
             return self._stopped(*found, output)
         return self._finished(output)
+
+    def _is_plain(self, output: Output) -> bool:
+        """Return whether `output` goes out as it is if its text is complete: it has nothing else, and nothing waits."""
+        is_text = output.finish_reason is None and output.prompt_logprobs is None
+        return self._only_text and is_text and not self._held and not self._undecoded
+
+    def _push_plain(self, token_id: int, output: Output) -> Delta | None:
+        piece = self._detokenizer.step(token_id)
+        if not piece:
+            self._take(token_id, None, piece)
+            return self._release(output)
+        self._num_tokens += 1
+        self._text_end += len(piece)
+        return Delta(piece, [token_id], num_cached_tokens=self._num_cached_tokens)
+
+    def _take(self, token_id: int, logprob: TokenLogprob | None, piece: str) -> tuple[str, int] | None:
+        """Take a token and the text that it completes; return what `_add` does."""
+        self._num_tokens += 1
+        self._undecoded.append((token_id, logprob))
+        return self._add(piece, self._detokenizer.num_pending_tokens)
 
     def _add(self, piece: str, num_pending_tokens: int) -> tuple[str, int] | None:
         """Take text that is complete; return (stop string, its end in the unreleased text) if it completed one."""

@@ -37,6 +37,8 @@ class Tokenizer:
         )
         self._bos_id = self._find_bos()
         self._decoder_kinds = _kinds(msgspec.json.decode(content, type=_Described).decoder or {})
+        # Bytes follow one another, and nothing else is done to them: only a character that is cut has neighbours.
+        self._texts: dict[int, str] | None = {} if self._decoder_kinds == {"ByteLevel"} else None
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -74,7 +76,8 @@ class Tokenizer:
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a decoder for the tokens of one sequence."""
-        return Detokenizer(self._tokenizer, self.special_token_ids if skip_special_tokens else frozenset())
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        return Detokenizer(self._tokenizer, skipped, self._texts)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact name in the vocabulary."""

@@ -33,10 +33,8 @@ class LogprobColumns:
         self.top_token_ids += logprobs.top_token_ids
         self.top_logprobs += logprobs.top_logprobs
 
-    def tail(self, first_token: int) -> Logprobs | None:
-        """Return those from token `first_token` on, None if there are none at all."""
-        if not self.token_logprobs:
-            return None
+    def tail(self, first_token: int) -> Logprobs:
+        """Return those from token `first_token` on."""
         row, wide = 4 * first_token, 4 * first_token * self.num_alternatives
         return Logprobs(
             self.num_alternatives,
@@ -57,7 +55,7 @@ class RequestRecord:
     first_token_index: int  # how many tokens the Submit brought along
     num_sent_tokens: int
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))  # from first_token_index on
-    logprobs: LogprobColumns = field(default_factory=LogprobColumns)
+    logprobs: LogprobColumns | None = None  # none have come
     prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
@@ -74,13 +72,15 @@ class RequestRecord:
         return self.num_sent_tokens < self.num_tokens or (self.finish_reason is not None and not self.is_finish_sent)
 
     def extend(self, update: Update) -> None:
-        self.token_ids.extend(update.token_ids)
+        for token_id in update.token_ids:
+            self.token_ids.append(token_id)
         if update.logprobs is not None:
+            self.logprobs = self.logprobs or LogprobColumns()
             self.logprobs.append(update.logprobs)
         if update.prompt_logprobs is not None:
             earlier = self.prompt_logprobs
             self.prompt_logprobs = earlier + update.prompt_logprobs if earlier else update.prompt_logprobs
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        self.num_cached_tokens = self.num_cached_tokens or update.num_cached_tokens
         self.finish_reason = update.finish_reason
         self.error = update.error
 
@@ -97,7 +97,7 @@ class RequestRecord:
             self.num_sent_tokens,
             self.token_ids[start:].tobytes(),
             self.finish_reason,
-            self.logprobs.tail(start),
+            self.logprobs.tail(start) if self.logprobs is not None else None,
             self.num_cached_tokens,
             self.prompt_logprobs if self.num_sent_tokens == 0 else None,
             self.error,
@@ -189,8 +189,9 @@ class Ledger:
 
     def extend(self, update: Update) -> None:
         """Add new output; what nobody wants any more is ignored."""
-        if update.seq_id in self._by_seq_id:
-            gateway, record = self._by_seq_id[update.seq_id]
+        known = self._by_seq_id.get(update.seq_id)
+        if known is not None:
+            gateway, record = known
             record.extend(update)
             if record.is_behind:
                 gateway.behind[record.request_id] = record
@@ -252,7 +253,12 @@ class Ledger:
 
 def _size_bytes(output: Output) -> int:
     num_bytes = len(output.token_ids) + 64
-    for logprobs in (output.logprobs, output.prompt_logprobs):
-        if logprobs is not None:
-            num_bytes += 2 * len(logprobs.token_logprobs) + 2 * len(logprobs.top_logprobs)
+    if output.logprobs is not None:
+        num_bytes += _logprobs_size_bytes(output.logprobs)
+    if output.prompt_logprobs is not None:
+        num_bytes += _logprobs_size_bytes(output.prompt_logprobs)
     return num_bytes
+
+
+def _logprobs_size_bytes(logprobs: Logprobs) -> int:
+    return 2 * len(logprobs.token_logprobs) + 2 * len(logprobs.top_logprobs)

@@ -27,6 +27,7 @@ class SentStep:
     frame: bytes
     size: StepSize
     is_ahead: bool  # planned while another was in flight
+    sent_s: float = 0.0  # when
     result: StepResult | None = None
 
 

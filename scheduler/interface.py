@@ -16,7 +16,7 @@ class PlannedStep:
     forget: list[int]  # seq_ids
 
 
-class Update(msgspec.Struct, frozen=True):
+class Update(msgspec.Struct, frozen=True, gc=False):
     """New tokens of one sequence, and its end if `finish_reason` is set; after that none follows."""
 
     seq_id: int

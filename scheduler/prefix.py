@@ -38,10 +38,10 @@ class PrefixCache:
             return None
         return blocks
 
-    def enter(self, share: Share, num_known_tokens: int) -> None:
-        """A share is planned: others may wait for the blocks that it fills with known tokens."""
+    def enter(self, share: Share) -> None:
+        """A share of known tokens is planned: others may wait for the blocks that it fills."""
         first_block, end_block = share.start // self._block_size, share.end // self._block_size
-        if first_block < end_block and share.end <= num_known_tokens and self._enabled:
+        if first_block < end_block and self._enabled:
             share.hashes = self._hashes(share.sequence, end_block)[first_block:end_block]
             for each in share.hashes:
                 self.computing.setdefault(each, share)

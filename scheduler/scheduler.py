@@ -175,9 +175,15 @@ class Scheduler:
         return self._send(plan) if plan.shares else None
 
     def _plan_running(self, plan: Plan) -> None:
+        block_size = self.limits.block_size
         for sequence in self.running.copy():
+            if not (plan.budget and sequence.is_running):
+                continue
             num_tokens = min(sequence.num_remaining_tokens, plan.budget)
-            if num_tokens and sequence.is_running and self._grow(sequence, num_tokens, plan):
+            if not num_tokens:
+                continue
+            has_room = sequence.num_planned_tokens + num_tokens <= len(sequence.block_table) * block_size
+            if has_room or self._grow(sequence, num_tokens, plan):
                 plan.add(self._share(sequence, num_tokens))
 
     def _admit_waiting(self, plan: Plan) -> None:
@@ -225,12 +231,10 @@ class Scheduler:
         self.counters.num_prefix_hit_tokens += sequence.num_cached_tokens
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
-        """Give a running sequence blocks for its next tokens; return False if it must sit this step out."""
+        """Give a running sequence the blocks that it lacks for its next tokens; return False if it must sit out."""
         num_missing_slots = (
             sequence.num_planned_tokens + num_tokens - len(sequence.block_table) * self.limits.block_size
         )
-        if num_missing_slots <= 0:
-            return True
         num_blocks = self.limits.num_blocks_for(num_missing_slots)
         while num_blocks > self.blocks.num_available:
             if self.num_held_blocks:  # some come free when the step in flight is done
@@ -264,7 +268,8 @@ class Scheduler:
         sequence.num_planned_tokens = end
         sequence.needs_init = False
         sequence.in_flight.append(share)
-        self.prefixes.enter(share, num_known_tokens)
+        if end <= num_known_tokens:
+            self.prefixes.enter(share)
         return share
 
     def _send(self, plan: Plan) -> PlannedStep:
@@ -280,10 +285,10 @@ class Scheduler:
     def _sequence_step(self, share: Share) -> SequenceStep:
         sequence = share.sequence
         sequence.is_on_executor = True
-        block_table, num_blocks = sequence.block_table, self.limits.num_blocks_for(share.end)
-        if num_blocks < len(block_table):
-            block_table = block_table[:num_blocks]
-        token_ids = sequence.pack(share.start, share.end)
+        block_table = sequence.block_table
+        if share.end <= (len(block_table) - 1) * self.limits.block_size:
+            block_table = block_table[: self.limits.num_blocks_for(share.end)]
+        token_ids = sequence.pack(share.start, share.end) if share.start < sequence.num_tokens else b""
         init = sequence.make_init() if share.has_init else None
         return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table.tobytes(),), share.samples, init)
 
@@ -293,12 +298,14 @@ class Scheduler:
             return
         shares = self.steps_in_flight.popleft().shares
         assert len(shares) == len(result.sequences), f"step {result.step_id} has {len(shares)} sequences"
+        not_ready = set(result.not_ready)
         for share, given in zip(shares, result.sequences, strict=True):
             sequence = share.sequence
             del sequence.in_flight[0]
-            self.prefixes.leave(share)
+            if share.hashes:
+                self.prefixes.leave(share)
             if sequence.finish_reason is None and not share.is_void:
-                if sequence.seq_id in result.not_ready:
+                if sequence.seq_id in not_ready:
                     self._sit_out(share)
                 else:
                     self._advance(share, given)
@@ -309,7 +316,8 @@ class Scheduler:
         sequence = share.sequence
         if share.keeps_kv:
             sequence.num_computed_tokens = share.end
-            self.prefixes.register(sequence)
+            if share.end >= (sequence.num_registered_blocks + 1) * self.limits.block_size:
+                self.prefixes.register(sequence)
         if given.prompt_logprobs is not None:
             sequence.collect_prompt_logprobs(share.start + 1, given.prompt_logprobs)
         if share.samples:
@@ -322,13 +330,14 @@ class Scheduler:
         if not token_ids:
             self._finish(sequence, "error", error="the executor gave no token")
             return
-        self.tenants.serve(sequence.tenant, len(token_ids))
-        self.counters.num_generated_tokens += len(token_ids)
+        num_tokens = len(token_ids)
+        self.tenants.serve(sequence.tenant, num_tokens)
+        self.counters.num_generated_tokens += num_tokens
         if sequence.num_deaths:
             self.suspects.clear(sequence)
         logprobs = given.logprobs
-        if logprobs is not None and len(token_ids) < len(given.token_ids):
-            logprobs = head(logprobs, len(token_ids))
+        if logprobs is not None and num_tokens < len(given.token_ids):
+            logprobs = head(logprobs, num_tokens)
         if reason:
             self._finish(sequence, reason, token_ids, logprobs)
         else:
@@ -436,7 +445,7 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         prompt_logprobs = None
-        if token_ids or reason == "length":
+        if sequence.prompt_logprobs is not None and (token_ids or reason == "length"):
             prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         num_cached_tokens = sequence.num_cached_tokens
         self._updates.append(

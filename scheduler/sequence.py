@@ -58,7 +58,8 @@ class Sequence:
     @property
     def num_remaining_tokens(self) -> int:
         """Tokens that can be planned now, one that is being sampled included."""
-        if not self.in_flight or not self.in_flight[-1].samples:
+        in_flight = self.in_flight
+        if not in_flight or not in_flight[-1].samples:
             return self.num_tokens - self.num_planned_tokens
         # The token in flight will be the last one, whatever it is, or it can be planned on.
         return 1 if self.num_tokens + 1 < self.max_num_tokens else 0

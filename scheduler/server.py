@@ -246,12 +246,12 @@ class Server:
     def _on_result(self, result: StepResult, scheduler: Scheduler, now_s: float) -> None:
         for step, answered in self.link.complete(result):
             scheduler.apply(answered)
-            self._oldest_started_s = now_s
+            lead_s, self._oldest_started_s = self._oldest_started_s - step.sent_s, now_s
             self._predictor.observe_step(step.size, answered.busy_s)
             self._predictor.observe_launch(answered.launch_s)
             self._measures.complete(step.size, answered.busy_s)
             if step.is_ahead:
-                self._predictor.observe_wait(step.size, answered.waited_s)
+                self._predictor.observe_wait(step.size, answered.waited_s, lead_s)
             for meter in (self._stats_meter, self._log_meter):
                 meter.add(step.size, answered.busy_s, answered.waited_s)
         if self.link.num_in_flight == 0:
@@ -310,7 +310,7 @@ class Server:
         is_ahead = self.link.oldest is not None
         if not is_ahead:
             self._oldest_started_s = started_s
-        self.link.add(SentStep(planned.step_id, frame, size, is_ahead))
+        self.link.add(SentStep(planned.step_id, frame, size, is_ahead, self.clock()))
         self._send_to_executor(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)

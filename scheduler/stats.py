@@ -10,6 +10,7 @@ SMOOTHING = 0.125  # weight of the newest of a running mean
 LEAST_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late
 LARGEST_MARGIN_FRACTION = 0.25  # of a step
 TOLERATED_WAIT_S = 0.0005  # sending a result and taking the next step is not waiting for the scheduler
+GOOD_TIME_S = 0.001  # between a step's leaving and the result of the one before: it was there in time
 MARGIN_GAIN, MARGIN_DECAY = 0.25, 0.99
 SHORTEST_RETRY_S, LONGEST_RETRY_S, UNKNOWN_RETRY_S = 1.0, 60.0, 5.0
 
@@ -59,10 +60,13 @@ class StepPredictor:
     def observe_planning(self, seconds: float) -> None:
         self._planning_s += SMOOTHING * (seconds - self._planning_s)
 
-    def observe_wait(self, size: StepSize, waited_s: float) -> None:
-        """Take how long the executor had nothing to do before a step that was planned while another ran."""
+    def observe_wait(self, size: StepSize, waited_s: float, lead_s: float) -> None:
+        """Take how long the executor had nothing to do before a step that was planned while another ran.
+
+        The step was sent `lead_s` before the other's result came: if in good time, it is not what was waited for.
+        """
         mean_s, _ = self._steps.get(size.kind, (0.0, 0.0))
-        was_late = waited_s > TOLERATED_WAIT_S
+        was_late = waited_s > TOLERATED_WAIT_S and lead_s < GOOD_TIME_S
         margin_s = self._margin_s + MARGIN_GAIN * waited_s if was_late else self._margin_s * MARGIN_DECAY
         self._margin_s = max(LEAST_MARGIN_S, min(margin_s, LARGEST_MARGIN_FRACTION * mean_s))
 

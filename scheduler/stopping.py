@@ -1,7 +1,5 @@
 """When a sequence ends, judged on integers: stop ids, `min_tokens`, `max_tokens`, `max_model_len`."""
 
-from collections.abc import Iterable
-
 from protocol.messages import Logprobs
 from scheduler.sequence import Sequence
 
@@ -16,16 +14,15 @@ def finish_reason(sequence: Sequence) -> str | None:
     return None
 
 
-def append_tokens(sequence: Sequence, token_ids: Iterable[int]) -> tuple[list[int], str | None]:
+def append_tokens(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], str | None]:
     """Append tokens up to the first that ends the sequence; return those appended and the finish reason."""
-    appended: list[int] = []
-    for token_id in token_ids:
+    for num_appended, token_id in enumerate(token_ids, 1):
         sequence.output_token_ids.append(token_id)
         sequence.num_tokens += 1
-        appended.append(token_id)
-        if reason := finish_reason(sequence):
-            return appended, reason
-    return appended, None
+        may_end = token_id in sequence.stop_token_ids or sequence.num_tokens >= sequence.max_num_tokens
+        if may_end and (reason := finish_reason(sequence)):
+            return token_ids[:num_appended], reason
+    return token_ids, None
 
 
 def head(logprobs: Logprobs, num_tokens: int) -> Logprobs:

@@ -88,6 +88,19 @@ def test_text_tokens_and_finish_do_not_depend_on_how_tokens_are_batched(
         assert [logprob.token_id for logprob in delta.logprobs or []] == delta.token_ids
 
 
+@given(token_ids=st.lists(st.integers(0, 300), max_size=40), skip=st.booleans())
+@settings(deadline=None, max_examples=150)
+def test_text_alone_comes_as_it_does_with_log_probabilities(
+    tokenizer: Tokenizer, token_ids: list[int], skip: bool
+) -> None:
+    plain = stream(tokenizer, token_ids, skip_special_tokens=skip)
+    full = stream(tokenizer, token_ids, skip_special_tokens=skip, num_logprobs=0)
+    assert [(d.text, d.token_ids, d.finish_reason) for d in plain] == [
+        (d.text, d.token_ids, d.finish_reason) for d in full
+    ]
+    assert all(delta.logprobs is None for delta in plain)
+
+
 def test_what_may_become_a_stop_string_is_held_with_its_tokens(tokenizer: Tokenizer) -> None:
     deltas = stream(tokenizer, letters(tokenizer, "x<en<end"), "<end>")
     # The second "<" shows that the first was no stop string; at the end nothing can come any more.

@@ -62,14 +62,24 @@ def test_the_plan_comes_earlier_while_the_executor_waits():
         predictor.observe_step(DECODE, 0.1)
     before_s = predictor.plan_after_s(DECODE)
     for _ in range(10):
-        predictor.observe_wait(DECODE, 0.002)
+        predictor.observe_wait(DECODE, 0.002, lead_s=0.0)
     assert predictor.plan_after_s(DECODE) == pytest.approx(before_s - 10 * 0.002 / 4)
     for _ in range(1000):
-        predictor.observe_wait(DECODE, 1.0)
+        predictor.observe_wait(DECODE, 1.0, lead_s=-1.0)
         assert predictor.plan_after_s(DECODE) > 0.07  # never much too early
     for _ in range(1000):
-        predictor.observe_wait(DECODE, 0.0)
+        predictor.observe_wait(DECODE, 0.0, lead_s=0.002)
     assert predictor.plan_after_s(DECODE) == pytest.approx(before_s)
+
+
+def test_a_wait_that_no_earlier_plan_would_shorten_changes_nothing():
+    predictor = StepPredictor()
+    for _ in range(100):
+        predictor.observe_step(DECODE, 0.1)
+    before_s = predictor.plan_after_s(DECODE)
+    for _ in range(100):
+        predictor.observe_wait(DECODE, 0.002, lead_s=0.01)
+    assert predictor.plan_after_s(DECODE) == before_s
 
 
 def test_short_steps_are_planned_on_at_once():
