@@ -12,7 +12,7 @@ from octavo.local_engine import LocalEngine
 from octavo.outputs import RequestOutput
 from octavo.preparation import Conversation, Prompt, one_each
 from octavo.sampling_params import SamplingParams
-from octavo.settings import config_of, with_settings
+from octavo.settings import config_of, wants_http, with_settings
 from protocol.config import Config
 
 
@@ -25,7 +25,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
-        self._engine = LocalEngine(config_of("AsyncLLM", model, settings))
+        self._engine = LocalEngine(config_of("AsyncLLM", model, settings), serves_http=wants_http(settings))
         weakref.finalize(self, self._engine.close)
 
     @property

@@ -1,13 +1,10 @@
 """`octavo serve`: start scheduler, executor and gateway, keep them alive, and end them together."""
 
-import errno
 import json
 import logging
 import shlex
 import signal
-import socket
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
+from octavo.listening import answers, health_url, reachable_host, with_ports
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.socket_directory import socket_directory
 from octavo.streams import OutputEndedError
@@ -90,55 +88,13 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
             config,
             model=str(model_directory),
             served_model_name=config.served_model_name or (served_name,),
-            port=config.port or listening_port(config),
-            metrics_port=metrics_listening_port(config),
         )
-        Launcher(with_sockets_in(directory, resolved)).run()
-
-
-def listening_port(config: Config) -> int:
-    """Return the port on which the gateway can listen: the configured one, or a free one for 0.
-
-    Raises LaunchError if it could not: found out before minutes of loading.
-    """
-    return _free_port(config.host, config.port, "--port")
-
-
-def metrics_listening_port(config: Config) -> int | None:
-    """Return the same of the port for metrics alone, None if there is to be none."""
-    return None if config.metrics_port is None else _free_port(config.host, config.metrics_port, "--metrics-port")
-
-
-def _free_port(host: str, port: int, flag: str) -> int:
-    try:
-        # The gateway chooses among a name's addresses in the same way.
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except (OSError, UnicodeError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot listen on {host}:{port}: {cause}. {_listen_remedy(error, flag)}") from None
-
-
-def _listen_remedy(error: Exception, flag: str) -> str:
-    match getattr(error, "errno", None):
-        case errno.EADDRINUSE:
-            return f"Stop what uses it, or choose another with {flag} (0 takes a free one)."
-        case errno.EACCES:
-            return f"Only root may take ports below 1024 here: choose another with {flag}, such as 8000."
-        case _:
-            return "--host takes an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them."
-
-
-def health_url(config: Config) -> str:
-    return f"http://{_reachable_host(config.host)}:{config.port}/health"
+        Launcher(with_sockets_in(directory, with_ports(resolved))).run()
 
 
 def ready_text(config: Config, seconds: float) -> str:
     """Return what a person sees once requests are served: where, and one to try."""
-    url = f"http://{_reachable_host(config.host)}:{config.port}"
+    url = f"http://{reachable_host(config.host)}:{config.port}"
     name = config.served_model_name[0]
     authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     body = {"model": name, "messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 40}
@@ -147,21 +103,6 @@ def ready_text(config: Config, seconds: float) -> str:
         f"  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body))}"
     )
-
-
-def _reachable_host(host: str) -> str:
-    """Return an address at which a listener on `host` can be reached from this machine."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{reachable}]" if ":" in reachable else reachable
-
-
-def answers(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:  # refused, timed out, or a status that is an error
-        return False
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from octavo.preparation import (
     split_prompts,
 )
 from octavo.sampling_params import SamplingParams
-from octavo.settings import config_of, with_settings
+from octavo.settings import config_of, wants_http, with_settings
 
 
 @with_settings
@@ -32,12 +32,14 @@ class LLM:
     It is there once constructed, and ends with the script, with `close()`, with a `with` block, or with its last
     reference. Any number of threads may use it at once; what they ask for runs together. Settings are keywords; the
     variables of `octavo serve` (OCTAVO_MAX_NUM_SEQS=8) count too, a keyword wins, and None leaves a setting as it is.
+    If host, port, metrics_port or api_key is a keyword, the model is served over HTTP as well, as `octavo serve` would,
+    for as long as the object lives.
     Raises TypeError for an unknown keyword, ValueError for a model or a value that cannot be, and
     octavo.errors.LaunchError, with the cause, if it does not start.
     """
 
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
-        self._engine = LocalEngine(config_of("LLM", model, settings))
+        self._engine = LocalEngine(config_of("LLM", model, settings), serves_http=wants_http(settings))
         self._engine.start()
         weakref.finalize(self, self._engine.close)
 

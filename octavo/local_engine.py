@@ -17,6 +17,7 @@ from gateway.model_files import ModelFiles, read_model_files
 from octavo.child_log import ChildLog
 from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
 from octavo.generating import Generating, collected, output_of
+from octavo.listening import answers, health_url, with_ports
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
@@ -26,6 +27,7 @@ from protocol.config import Config
 from protocol.process import REFUSED
 
 ROLES = ("scheduler", "executor")
+HTTP_ROLE = "gateway"
 
 NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
 
@@ -47,11 +49,15 @@ class _EndedEarlyError(Exception):
 class LocalEngine:
     """One model's scheduler and executor as children, and a thread whose event loop talks to them.
 
+    With `serves_http` there is a gateway as well, another client of the same scheduler: whoever asks over HTTP shares
+    batches with the program.
+
     `start`, then `submit`, `complete` and `stream`, then `close`: in any thread and any event loop.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config  # from `start` on: with the model's directory and the sockets' addresses
+    def __init__(self, config: Config, *, serves_http: bool = False) -> None:
+        self.config = config  # from `start` on: with the model's directory, ports and the sockets' addresses
+        self._serves_http = serves_http
         self.files: ModelFiles
         self.generating: Generating
         self._preparation: Preparation | None = None
@@ -176,9 +182,12 @@ class LocalEngine:
         log = ChildLog()
         self._own_threads.append(log.thread)
         self._resources.callback(log.close)
+        if self._serves_http:
+            self.config = with_ports(self.config, str)  # keywords are called as they are
         self._resolve()
         self._require_open()
-        processes = Processes(self.config, ROLES, stderr=log.descriptor)
+        roles = (*ROLES, HTTP_ROLE) if self._serves_http else ROLES
+        processes = Processes(self.config, roles, stderr=log.descriptor)
         self._resources.callback(processes.stop)
         processes.start()
         self._require_open()
@@ -240,7 +249,7 @@ class LocalEngine:
             await asyncio.gather(*submitted, return_exceptions=True)
 
     def _wait_until_ready(self, processes: Processes, engine: Engine) -> None:
-        while (ready := engine.ready) is None or not engine.healthy:
+        while (ready := engine.ready) is None or not engine.healthy or not self._answers_http():
             if ended := processes.ended():
                 statuses = processes.statuses()
                 raise _EndedEarlyError(why_ended_early(ended, statuses), statuses)
@@ -248,6 +257,9 @@ class LocalEngine:
             self._require_open()
         self._require_open()
         self._preparation = Preparation(self.files, ready, self.config.seed)
+
+    def _answers_http(self) -> bool:
+        return not self._serves_http or answers(health_url(self.config))
 
     def _require_open(self) -> None:
         if self._closing.is_set():

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import msgspec
 
 from octavo.errors import ChildRefusedError
-from octavo.launcher import ROLES, answers, health_url, listening_port
+from octavo.launcher import ROLES
+from octavo.listening import answers, health_url, with_ports
 from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
 from protocol.config import FIELDS, Config, child_environ
@@ -29,7 +30,7 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
     # Variables that say where to listen may be those of another server here.
     as_usual = {name: field.default for name, field in FIELDS.items() if name in HTTP_FIELDS}
     config = msgspec.structs.replace(config, **{**as_usual, "port": 0, "api_key": (key,)})
-    config = msgspec.structs.replace(config, port=listening_port(config))
+    config = with_ports(config)
     process = Process(
         [sys.executable, "-P", "-m", "octavo", "serve"],
         environ=child_environ(config, os.environ, secrets=True),

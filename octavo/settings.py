@@ -17,10 +17,10 @@ LAUNCHER_FIELDS = (
     "distributed_address",
     "shutdown_timeout_s",
 )
-# A script's own engine listens nowhere.
+# A program's own engine listens nowhere, unless one of these is a keyword.
 HTTP_FIELDS = ("host", "port", "metrics_port", "api_key")
 LOG_LEVEL = "warning"  # unless another is asked for: the program's own output comes first
-KEYWORDS = tuple(name for name in FIELDS if name not in (*LAUNCHER_FIELDS, *HTTP_FIELDS))
+KEYWORDS = tuple(name for name in FIELDS if name not in LAUNCHER_FIELDS)
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
@@ -40,6 +40,11 @@ def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Map
     config = load_config(os.environ, given)
     refuse_launcher_fields(config, caller)
     return config
+
+
+def wants_http(settings: Mapping[str, object]) -> bool:
+    """Return whether a keyword asks for the HTTP API; variables do not, which are for servers."""
+    return any(settings.get(name) is not None for name in HTTP_FIELDS)
 
 
 def refuse_launcher_fields(config: Config, caller: str) -> None:
@@ -68,8 +73,6 @@ def with_settings(kind: AnyClass) -> AnyClass:
 
 
 def _why(caller: str, name: str) -> str:
-    if name in HTTP_FIELDS:
-        return f": {caller} listens nowhere, {name} is for `octavo serve`"
     if name in LAUNCHER_FIELDS:
         return f": {caller} chooses its own"
     return suggestion(name, KEYWORDS)

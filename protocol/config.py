@@ -257,11 +257,16 @@ def child_environ(config: Config, environ: Mapping[str, str], *, secrets: bool) 
     return kept
 
 
+def flag_name(name: str) -> str:
+    """Return the flag of a setting."""
+    return "--" + name.replace("_", "-")
+
+
 def add_flags(parser: argparse._ActionsContainer, names: Iterable[str] = tuple(FIELDS)) -> None:
     """Give `parser` one --flag for each field; only the flags that were given appear in what it parses."""
     for name in names:
         shown, options = _flag_options(name)
-        flags = ("--" + name.replace("_", "-"), *SHORT_FLAGS.get(name, ()))
+        flags = (flag_name(name), *SHORT_FLAGS.get(name, ()))
         parser.add_argument(*flags, default=argparse.SUPPRESS, help=shown, **options)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
 from octavo.dry_run import dry_run
-from octavo.launcher import listening_port, metrics_listening_port, serve
+from octavo.launcher import serve
+from octavo.listening import with_ports
 from octavo.resolve import resolve_model_of
 from octavo.settings import refuse_launcher_fields
 from protocol.config import add_flags
@@ -36,8 +37,7 @@ def run(flags: Mapping[str, Any]) -> int:
     refuse_launcher_fields(config, "`octavo serve`")
     configure_logging("octavo", config.log_level)
     inherited_heart(flags["lifeline_fd"]).end_with_parent()
-    listening_port(config)
-    metrics_listening_port(config)
+    with_ports(config)
     resolved = resolve_model_of(config)
     serve(config, resolved.directory, resolved.served_name)
     return 0

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from starlette.testclient import TestClient
@@ -356,3 +358,24 @@ def run_script(script: str, model: Path, *, cwd: Path, source: str | None = None
         env=environ,
         timeout=120,
     )
+
+
+def test_with_a_port_it_is_served_over_http_too(model: Path) -> None:
+    with LLM(model, port=0, metrics_port=0, api_key="k", served_model_name="tiny", **SETTINGS) as llm:
+        config = llm._engine.config
+        url, metrics_url = (f"http://127.0.0.1:{port}" for port in (config.port, config.metrics_port))
+        body = {"model": "tiny", "prompt": "a b", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
+        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 401
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer k"}).json()
+        assert answer["choices"][0]["text"] == llm.generate("a b", GREEDY)[0].outputs[0].text
+        counted = 'octavo:request_success_total{finished_reason="length",model_name="tiny"} 1.0'
+        assert counted in httpx.get(f"{metrics_url}/metrics").text
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+
+
+def test_a_port_in_use_is_named_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"cannot listen on 127.0.0.1:{port}: .*choose another with port \("):
+            LLM("./nowhere", port=port)

@@ -1,19 +1,28 @@
 """Keywords of LLM: the fields of Config, over the same variables as for servers."""
 
+import argparse
 import inspect
 from pathlib import Path
 
 import pytest
 
 from octavo import LLM, AsyncLLM
-from octavo.settings import HTTP_FIELDS, LAUNCHER_FIELDS, config_of
+from octavo.commands import serve
+from octavo.settings import LAUNCHER_FIELDS, config_of, wants_http
 from protocol.config import FIELDS, ConfigError
+
+
+def flags_of_serve() -> set[str]:
+    """Return the settings that `octavo serve` takes as flags, and its MODEL."""
+    parser = argparse.ArgumentParser(add_help=False)
+    serve.describe(parser)
+    return {action.dest for action in parser._actions if action.dest in FIELDS}
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncLLM])
 def test_every_setting_is_a_keyword_and_is_explained(kind: type) -> None:
-    names = FIELDS.keys() - set(LAUNCHER_FIELDS) - set(HTTP_FIELDS)
-    assert set(inspect.signature(kind).parameters) == names
+    names = FIELDS.keys() - set(LAUNCHER_FIELDS)
+    assert set(inspect.signature(kind).parameters) == names == flags_of_serve()
     for name in names - {"model"}:
         assert f"    {name}: " in (kind.__doc__ or "")
 
@@ -23,7 +32,6 @@ def test_every_setting_is_a_keyword_and_is_explained(kind: type) -> None:
     ("settings", "said"),
     [
         ({"max_num_seq": 1}, "unexpected keyword argument 'max_num_seq'; did you mean max_num_seqs\\?"),
-        ({"port": 9000}, "port is for `octavo serve`"),
         ({"backend_address": "ipc:///b"}, "chooses its own"),
     ],
 )
@@ -39,6 +47,14 @@ def test_keywords_win_over_variables_and_none_says_nothing(monkeypatch: pytest.M
     config = config_of("LLM", Path("m"), {"max_num_seqs": 4, "block_size": None, "generation_config": "vllm"})
     assert (config.model, config.max_num_seqs, config.block_size) == ("m", 4, 32)
     assert config.generation_config == "octavo"
+
+
+def test_only_a_keyword_asks_for_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_PORT", "9000")
+    for settings in ({}, {"port": None}, {"max_num_seqs": 4}):
+        assert not wants_http(settings)
+    for settings in ({"port": 0}, {"host": "::1"}, {"metrics_port": 9001}, {"api_key": "k"}):
+        assert wants_http(settings)
 
 
 def test_a_wrong_value_and_a_launchers_variable_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

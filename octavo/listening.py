@@ -1,0 +1,71 @@
+"""Where a server of this machine listens: whether it could, and whether it answers."""
+
+import errno
+import socket
+import urllib.request
+from collections.abc import Callable
+
+import msgspec
+
+from octavo.errors import LaunchError
+from protocol.config import Config, flag_name
+
+
+def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Config:
+    """Return `config` with ports on which its gateway can listen: the configured ones, free ones for 0.
+
+    Raises LaunchError, with the setting to change as `name_of` calls it, if it could not: found out before minutes of
+    loading.
+    """
+    metrics_port = config.metrics_port
+    return msgspec.structs.replace(
+        config,
+        port=_free_port(config, config.port, "port", name_of),
+        metrics_port=None if metrics_port is None else _free_port(config, metrics_port, "metrics_port", name_of),
+    )
+
+
+def _free_port(config: Config, port: int, name: str, name_of: Callable[[str], str]) -> int:
+    host = config.host
+    try:
+        # The gateway chooses among a name's addresses in the same way.
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise LaunchError(f"cannot listen on {host}:{port}: {cause}. {_remedy(error, name, name_of)}") from None
+
+
+def _remedy(error: Exception, name: str, name_of: Callable[[str], str]) -> str:
+    match getattr(error, "errno", None):
+        case errno.EADDRINUSE:
+            return f"Stop what uses it, or choose another with {name_of(name)} (0 takes a free one)."
+        case errno.EACCES:
+            return f"Only root may take ports below 1024 here: choose another with {name_of(name)}, such as 8000."
+        case _:
+            return (
+                f"{name_of('host')} takes an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+                " of them."
+            )
+
+
+def health_url(config: Config) -> str:
+    return f"http://{reachable_host(config.host)}:{config.port}/health"
+
+
+def reachable_host(host: str) -> str:
+    """Return an address at which a listener on `host` can be reached from this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+def answers(url: str) -> bool:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with direct.open(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:  # refused, timed out, or a status that is an error
+        return False
