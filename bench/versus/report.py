@@ -1,0 +1,55 @@
+"""What came of a comparison, as one file of JSON, tables of Markdown and a plot."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.machine import Place
+from bench.serve.compare import by_work, markdown
+from bench.serve.plot import plot_comparison
+from bench.serve.results import Result, write_bytes
+from bench.versus.plan import Plan
+
+GIB = 1 << 30
+
+
+class Life(msgspec.Struct, frozen=True):
+    """One life of a server: seconds from its start to its first token, and the most memory that it was seen with."""
+
+    label: str
+    round: int
+    first_token_s: float
+    pss_bytes: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    place: Place
+    plan: Plan
+    lives: list[Life]
+    results: list[Result]  # without their requests
+
+
+def write_report(directory: Path, report: Report) -> None:
+    """Write versus.json, versus.md and versus.png into `directory`. Raises CommandError."""
+    flag = "--output-dir"
+    write_bytes(directory / "versus.json", msgspec.json.format(msgspec.json.encode(report), indent=1), flag)
+    write_bytes(directory / "versus.md", (report_markdown(report) + "\n").encode(), flag)
+    if works := by_work(report.results):
+        write_bytes(directory / "versus.png", plot_comparison(works), flag)
+
+
+def report_markdown(report: Report) -> str:
+    place = report.place
+    about = f"{place.cpu['CPU']}; {place.cpu['CPUs']} CPUs; {place.cpu['memory']}; Octavo {place.octavo}; {place.date}"
+    return "\n\n".join([about, markdown(by_work(report.results)), "\n".join(_lives(report.lives))])
+
+
+def _lives(lives: Sequence[Life]) -> Iterator[str]:
+    yield "| server | start to first token, each time (s) | most memory, PSS (GiB) |"
+    yield "|---|---:|---:|"
+    for label in dict.fromkeys(life.label for life in lives):
+        own = [life for life in lives if life.label == label]
+        pss_gib = statistics.median(life.pss_bytes for life in own) / GIB
+        yield f"| {label} | {', '.join(f'{life.first_token_s:.1f}' for life in own)} | {pss_gib:.2f} |"
