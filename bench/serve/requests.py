@@ -10,10 +10,12 @@ from bench.serve.lengths import parse_lengths
 from bench.serve.work import Work
 
 # Common words, each about one token of most tokenizers.
-WORD_LIST = """time year people way day man thing woman life child world school state family student group country problem
-hand part place case week company system program question work government number night point home water room mother
-area money story fact month lot right study book eye job word business issue side kind head house service friend
-father power hour game line end member law car city community name"""
+WORD_LIST = """
+time year people way day man thing woman life child world school state family student group country problem hand part
+place case week company system program question work government number night point home water room mother area money
+story fact month lot right study book eye job word business issue side kind head house service friend father power
+hour game line end member law car city community name
+"""
 WORDS = WORD_LIST.split()
 
 

@@ -159,13 +159,13 @@ def spread(times_s: Iterable[float]) -> Spread | None:
 
 def _notes(done: Sequence[Record], wanted_tokens: Sequence[int] | None) -> Iterable[str]:
     if uncounted := sum(record.output_tokens is None for record in done):
-        yield f"the server told no token counts of {uncounted} answers: chunks are counted, prompts are not"
+        yield f"answers whose tokens the server did not count: {uncounted}; chunks are counted, prompts are not"
     if silent := sum(not record.chunks_s for record in done):
-        yield f"{silent} answers had no text: their first token is counted at their end"
+        yield f"answers without text: {silent}; their end counts as their first token"
     if wanted_tokens and (
         short := sum(record.num_output_tokens != wanted_tokens[record.index] for record in done if record.output_tokens)
     ):
-        yield f"{short} answers were not as long as asked: the server may not know ignore_eos, and did other work"
+        yield f"answers not as long as asked: {short}; a server that does not know ignore_eos does other work"
 
 
 def median_figures(runs: Sequence[Figures]) -> Figures:

@@ -31,7 +31,7 @@ def _lines(result: Result) -> Iterator[str]:
     for run in result.runs:
         failures.update(run.failures)
     for reason, count in failures.most_common():
-        yield f"failed, {count} times: {reason}"
+        yield f"{count} failed: {reason}"
     for note in dict.fromkeys(note for run in result.runs for note in run.notes):
         yield f"note: {note}"
 
