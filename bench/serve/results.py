@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.chunks_s, self.chunks_s[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
 
 class Spread(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ class ServerPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a server is started, without a shell: {port} in `command` becomes a free one; `rows` names groups of ROWS."""
 
     command: str
-    rows: list[str] = list(ROWS)
+    rows: tuple[str, ...] = tuple(ROWS)
     environ: dict[str, str] = {}
     start_timeout_s: float = 300.0
 

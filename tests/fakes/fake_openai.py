@@ -1,5 +1,6 @@
 """A server of OpenAI's API whose every answer is known, in a thread of its own, to test what loads servers."""
 
+import argparse
 import asyncio
 import json
 import threading
@@ -17,8 +18,8 @@ class FakeOpenAI:
     """Answers each request with `max_tokens` chunks; `ways` says of which, by number from 0, what goes wrong instead.
 
     refuse: a 429. error: an event with an error after the first chunk. cut: the connection ends there. plain: no usage.
-    short: one token less than asked. hold: nothing comes until the client leaves. meet: it begins once `meeting_size` of
-    this way are under way.
+    short: one token less than asked. hold: nothing comes until the client leaves. meet: it begins once as many as
+    `meeting_size` of this way are under way.
     """
 
     def __init__(self, ways: Mapping[int, str], needs_key: bool, meeting_size: int) -> None:
@@ -42,12 +43,15 @@ class FakeOpenAI:
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
 
-    async def _serve(self, is_listening: threading.Event) -> None:
+    def application(self) -> web.Application:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
-        runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
+        return app
+
+    async def _serve(self, is_listening: threading.Event) -> None:
+        runner = web.AppRunner(self.application(), shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
@@ -125,3 +129,15 @@ def fake_openai(
     finally:
         server.stop()
         thread.join(10)
+
+
+def main() -> None:
+    """Serve in a process of its own until it is told to end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    port = parser.parse_args().port
+    web.run_app(FakeOpenAI({}, False, 1).application(), host="127.0.0.1", port=port, print=lambda line: None)
+
+
+if __name__ == "__main__":
+    main()
