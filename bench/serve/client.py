@@ -43,9 +43,12 @@ class Models(msgspec.Struct):
 
 
 def open_session(server: Server) -> aiohttp.ClientSession:
-    """Return a session with as many connections as requests; no proxy of the environment is asked."""
+    """Return a session with a connection for each request; no proxy of the environment is asked.
+
+    None is used twice: some servers close one just after an answer, and the next request on it would seem to fail.
+    """
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         headers={"Authorization": f"Bearer {server.api_key}"} if server.api_key else {},
         timeout=aiohttp.ClientTimeout(total=server.timeout_s, connect=CONNECT_TIMEOUT_S),
     )

@@ -55,14 +55,27 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompts(parser: argparse.ArgumentParser) -> None:
     group = _Group(parser, "prompts", "Random common words, each about one token, unless there is a dataset.")
-    group.add("--random-input-len", type=lengths, metavar="LENGTHS", help=f"tokens of a prompt: {LENGTHS} (128)")
-    group.add("--random-output-len", type=lengths, metavar="LENGTHS", help="tokens of an answer, likewise (64)")
     group.add(
-        "--random-prefix-len", type=whole_number, metavar="N", help="tokens before those, shared by all prompts (0)"
+        *("--random-input-len", "--input-len"),
+        type=lengths,
+        metavar="LENGTHS",
+        help=f"tokens of a prompt: {LENGTHS} (128)",
+    )
+    group.add(
+        *("--random-output-len", "--output-len"),
+        type=lengths,
+        metavar="LENGTHS",
+        help="tokens of an answer, likewise (64)",
+    )
+    group.add(
+        *("--random-prefix-len", "--prefix-len"),
+        type=whole_number,
+        metavar="N",
+        help="tokens before those, shared by all prompts (0)",
     )
     group.add("--num-prefixes", type=positive_int, metavar="N", help="different prefixes that take turns (1)")
     group.add(
-        "--dataset-path",
+        *("--dataset-path", "--dataset"),
         type=Path,
         metavar="FILE",
         help="ShareGPT's JSON array, or JSON lines, of conversations, messages or prompts (and max_tokens), in order",
@@ -106,8 +119,9 @@ class _Group:
     def __init__(self, parser: argparse.ArgumentParser, title: str, description: str | None = None) -> None:
         self._group = parser.add_argument_group(title, description)
 
-    def add(self, flag: str, **options: Any) -> None:
-        self._group.add_argument(flag, default=argparse.SUPPRESS, **options)
+    def add(self, *spellings: str, **options: Any) -> None:
+        """Add a flag, known in the results and in messages by the first of its `spellings`."""
+        self._group.add_argument(*spellings, default=argparse.SUPPRESS, **options)
 
 
 def read_work(flags: Mapping[str, Any]) -> Work:

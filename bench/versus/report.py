@@ -42,8 +42,17 @@ def write_report(directory: Path, report: Report) -> None:
 
 def report_markdown(report: Report) -> str:
     place = report.place
-    about = f"{place.cpu['CPU']}; {place.cpu['CPUs']} CPUs; {place.cpu['memory']}; Octavo {place.octavo}; {place.date}"
-    return "\n\n".join([about, markdown(by_work(report.results)), "\n".join(_lives(report.lives))])
+    cpu = f"{place.cpu['CPU']}; CPUs: {place.cpu['CPUs']}; memory: {place.cpu['memory']}"
+    parts = [f"{cpu}; Octavo {place.octavo}; {place.date}", markdown(by_work(report.results))]
+    return "\n\n".join([*parts, "\n".join(_lives(report.lives)), *_reservations(report.results)])
+
+
+def _reservations(results: Sequence[Result]) -> Iterator[str]:
+    """Yield what a reader of the tables has to know: requests that failed, and other work than was asked."""
+    for result in results:
+        for run in result.runs:
+            for reason in (*(f"{count} failed: {each}" for each, count in run.failures.items()), *run.notes):
+                yield f"* {result.label}, {result.name}: {reason}"
 
 
 def _lives(lives: Sequence[Life]) -> Iterator[str]:

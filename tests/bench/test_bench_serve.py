@@ -35,13 +35,14 @@ def test_without_a_name_the_four_are_listed(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_closed_loop_counts_what_the_server_gave(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     written, drawn = tmp_path / "result.json", tmp_path / "result.png"
-    lengths = ("--random-input-len", 5, "--random-output-len", "3-6", "--random-prefix-len", 4)
+    lengths = ("--input-len", 5, "--output-len", "3-6", "--prefix-len", 4)
     outputs = ("--json", written, "--plot", drawn, "--label", "ours", "--goodput", "e2el:60000")
     with fake_openai(dict.fromkeys(range(1, 19), "meet"), meeting_size=3) as server:
         load = ("--base-url", f"{server.url}/v1/", "--num-prompts", 9, "--max-concurrency", 3, "--repeat", 2)
         assert bench_serve(*load, *lengths, *outputs) == 0
     warm_up, bodies = server.bodies[0], server.bodies[1:]
     assert len(bodies) == 18
+    assert len(server.connections) == 19
     assert server.most_under_way == 3
     assert warm_up["prompt"] not in [body["prompt"] for body in bodies]
     assert {len(body["prompt"].split()) for body in bodies} == {9}
@@ -179,6 +180,7 @@ def test_a_dataset_is_asked_in_its_order_and_what_is_wrong_in_it_is_named(
         (("--random-output-len", "many"), "none of 128, 64-256"),
         (("--goodput", "first:3"), "'first:3' is none of ttft, tpot, e2el"),
         (("--dataset-path", "x", "--random-input-len", 3), "--random-input-len is for random prompts"),
+        (("--dataset", "x", "--prefix-len", 3), "--random-prefix-len is for random prompts"),
         (("--sharegpt-output-len", 3), "--sharegpt-output-len needs --dataset-path"),
         (("--request-rate", "0"), "above 0"),
         (("--base-url", "localhost:8000"), "has to begin with http://"),

@@ -5,11 +5,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from bench.serve.requests import random_requests
 from bench.versus.__main__ import main
 from bench.versus.plan import ROWS, typed_plan, typed_work
+from bench.versus.report import Report, report_markdown
 from octavo.errors import CommandError
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -40,6 +42,18 @@ def test_typed_servers_take_turns_under_typed_work(capsys: pytest.CaptureFixture
     assert "| requests/concurrency/prompt/output |  | ours | theirs | ours ÷ theirs |" in shown.out
     assert (tmp_path / "versus.md").read_text() == shown.out
     assert (tmp_path / "versus.png").read_bytes().startswith(PNG)
+
+
+def test_the_tables_say_what_failed_and_what_was_other_work(tmp_path: Path) -> None:
+    assert main(["--server", f"it={FAKE}", "--work", "1/1/3/2", "--repeats", "1", "--output-dir", str(tmp_path)]) == 0
+    report = msgspec.json.decode((tmp_path / "versus.json").read_bytes(), type=Report)
+    [run] = report.results[0].runs
+    run = msgspec.structs.replace(run, failures={"timeout": 2}, notes=["answers without text: 1"])
+    results = [msgspec.structs.replace(report.results[0], runs=[run])]
+    assert report_markdown(msgspec.structs.replace(report, results=results)).split("\n\n")[-2:] == [
+        "* it, 1/1/3/2: 2 failed: timeout",
+        "* it, 1/1/3/2: answers without text: 1",
+    ]
 
 
 def test_no_row_finds_its_prompts_in_the_cache_of_another() -> None:

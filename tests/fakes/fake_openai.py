@@ -24,6 +24,7 @@ class FakeOpenAI:
 
     def __init__(self, ways: Mapping[int, str], needs_key: bool, meeting_size: int) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.connections: set[tuple[str, int]] = set()  # by the client's end of them
         self.most_under_way = 0
         self.port = 0
         self._ways, self._needs_key = ways, needs_key
@@ -69,6 +70,8 @@ class FakeOpenAI:
         way = self._ways.get(len(self.bodies))
         body = await request.json()
         self.bodies.append(body)
+        if request.transport is not None:
+            self.connections.add(request.transport.get_extra_info("peername"))
         self._under_way += 1
         self.most_under_way = max(self.most_under_way, self._under_way)
         try:
