@@ -29,7 +29,7 @@ ROWS = {
     "streams": (Work(num_prompts=32, max_concurrency=32, input_len="128", output_len="64", seed=7),),
 }
 TYPED_ROWS = ("bf16",)  # of servers that are typed, unless others are asked for
-NAME = re.compile(r"\w[\w .-]*")
+NAME = re.compile(r"\w[\w ,.-]*")
 TYPED_WORK = re.compile(
     r"(?P<num>\d+)/(?P<under_way>\d+)/(?:(?P<prefix>\d+) shared\+)?(?P<input>[^/]+)/(?P<output>[^/]+)"
 )
@@ -96,7 +96,7 @@ def typed_work(text: str, seed: int) -> Work:
 
 def _check(name: str, server: ServerPlan) -> None:
     if not NAME.fullmatch(name):
-        raise CommandError(f"{name!r} is no name for a server: letters, digits, blanks, '.', '_' and '-' are")
+        raise CommandError(f"{name!r} is no name for a server: letters, digits, blanks, commas, '.', '_' and '-' are")
     if unknown := [row for row in server.rows if row not in ROWS]:
         raise CommandError(f"server {name!r} has rows {unknown[0]!r}; there are {', '.join(ROWS)}")
     try:
