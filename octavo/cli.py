@@ -37,6 +37,7 @@ COMMANDS = {
     "generate": Command("generate for a file of prompts", ("gateway", "executor")),
     "chat": Command("talk to a model in the terminal", ("gateway",)),
     "complete": Command("complete text in the terminal", ("gateway",)),
+    "bench": Command("measure a server, or a part of it"),  # which has extras of its own for each measurement
     "env": Command("show what a bug report needs"),
     "supervise": Command("keep one of the processes running"),
 }

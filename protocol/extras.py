@@ -32,6 +32,13 @@ EXTRAS = {
         "tqdm",
         "transformers",
     ),
+    "bench": (
+        "aiohttp",
+        "matplotlib",
+        "numpy",
+        "psutil",
+        "tqdm",
+    ),
 }
 
 

@@ -21,7 +21,7 @@ from protocol.extras import EXTRAS
 from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+PACKAGES = ("bench", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # What each package may import, beside the base: its own extra. The command line's modules import where it is needed.
 EXTRA_OF = {
@@ -173,6 +173,11 @@ def test_the_command_runs_outside_the_checkout(
             ["octavo", "serve", "--dry-run"],
             1,
             'octavo: octavo serve needs gguf, {}: pip install "octavo[gateway,executor]"\n',
+        ),
+        (
+            ["octavo", "bench", "serve"],
+            1,
+            'octavo: octavo bench serve needs aiohttp, {}: pip install "octavo[bench]"\n',
         ),
         (["octavo", "pull"], 1, 'octavo: octavo pull needs gguf, {}: pip install "octavo[gateway]"\n'),
         (["gateway"], 2, 'python -m gateway: it needs gguf, {}: pip install "octavo[gateway]"\n'),
