@@ -20,7 +20,7 @@ help:
 	@echo "  make serve ARGS='org/name --port 9000'"
 	@echo "                     the same with another model and any flag of 'octavo serve'"
 	@echo "  make setup         create $(VENV) and install the pinned dependencies, if they changed"
-	@echo "  make demo-model    download and convert the demo model into your cache, if it is not there"
+	@echo "  make demo-model    download the demo model into your cache and expand it for the tests, if it is not there"
 	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
 	@echo "  make gpu-check     check and time every kernel and a model on this machine's GPU; ARGS='--interpret' without"
 	@echo "  make lint          check format, style and types"
@@ -45,6 +45,7 @@ serve: setup
 
 demo-model: setup
 	@$(VENV)/bin/octavo pull
+	@$(VENV)/bin/octavo pull --dtype bfloat16
 
 test: demo-model
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(or $(ARGS),$(WHOLE_SUITE))

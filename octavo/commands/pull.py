@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.commands.flags import EPILOG, add_model, read_config
-from octavo.resolve import pull
+from octavo.resolve import resolve_model_of
 from protocol.config import add_flags
 from protocol.process import configure_logging
 
@@ -15,11 +15,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.set_defaults(run=run)
     add_model(parser)
-    add_flags(parser, ("use_modelscope", "trust_remote_code", "log_level"))
+    add_flags(parser, ("use_modelscope", "trust_remote_code", "dtype", "quantization", "log_level"))
 
 
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
     configure_logging("octavo", config.log_level)
-    print(pull(config.model or None, trust_remote_code=config.trust_remote_code, use_modelscope=config.use_modelscope))
+    print(resolve_model_of(config).directory)
     return 0

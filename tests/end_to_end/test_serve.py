@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from octavo.resolve import resolve_model
 from tests.fakes.octavo_server import Server, running_server
 from tests.fakes.waiting import wait_until
 
@@ -17,16 +18,16 @@ QUESTION = [{"role": "user", "content": "What is the capital of France? Answer w
 
 
 @pytest.fixture(scope="module")
-def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--dtype", "float32", "--kv-cache-memory-bytes", "256MiB", "--max-model-len", "4k", "--max-num-seqs", "64")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = ("--kv-cache-memory-bytes", "128MiB", "--max-model-len", "4k", "--max-num-seqs", "64")
     with running_server(tmp_path_factory.mktemp("server"), *flags) as server:
         yield server
 
 
-def test_models_name_the_demo_and_its_directory(server: Server, demo_directory: Path) -> None:
+def test_models_name_the_demo_and_the_directory_of_its_gguf_file(server: Server) -> None:
     [model] = server.client().models.list().data
     assert model.id == MODEL
-    assert model.root == str(demo_directory)
+    assert model.root == str(resolve_model(None).directory)
     assert server.client().models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError):
         server.client().models.retrieve("no-such-model")

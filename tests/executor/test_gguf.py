@@ -21,7 +21,7 @@ from octavo.convert import link_gguf
 from octavo.convert.metadata import GGUFFile
 from octavo.convert.weights import plan_weights
 from octavo.demo import demo_gguf
-from octavo.resolve import pull
+from octavo.resolve import resolve_model
 from protocol.gguf_index import GGUF_TYPES
 from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near, assert_rounded
@@ -184,11 +184,11 @@ def test_an_index_that_does_not_fit_is_refused(old: str, new: str, message: str,
 
 def test_a_process_holds_no_more_than_the_file() -> None:
     """The demo's 135 million weights would take 269 MB in bfloat16; the file has 98 MB."""
-    assert 80e6 < loading_bytes(Path(pull(str(demo_gguf())))) < 160e6
+    assert 80e6 < loading_bytes(resolve_model(None).directory) < 160e6
 
 
 def test_the_demos_tensors_are_those_of_gguf_and_its_head_is_its_embedding() -> None:
-    directory = pull(str(demo_gguf()))
+    directory = resolve_model(None).directory
     tensors, weights = read_index(directory).tensors, GGUFWeights(directory)
     for name, kind in (("model.embed_tokens.weight", "Q8_0"), ("model.layers.7.mlp.down_proj.weight", "Q4_1")):
         tensor = tensors[name]

@@ -12,8 +12,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import Decoder, load_model, read_model_config
 from executor.runner import ModelRunner
 from kernels import cpu
-from octavo.demo import demo_gguf
-from octavo.resolve import pull
+from octavo.resolve import resolve_model
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 from tests.fakes.runner_driver import RunnerDriver, init
 
@@ -89,7 +88,7 @@ def test_greedy_tokens_equal_those_of_transformers(demo_directory: Path, native,
 
 def test_the_published_4_bit_weights_give_the_tokens_of_their_bf16_conversion(demo_directory: Path, reference) -> None:
     """The conversion moves logits by up to 0.22 here, so the reference's gaps have to be twice as wide."""
-    directory = pull(str(demo_gguf()))
+    directory = resolve_model(None).directory
     config = read_model_config(directory)
     model = load_model(
         directory, config, torch.float32, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False, quantization="gguf"

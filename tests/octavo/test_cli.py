@@ -11,6 +11,7 @@ import pytest
 
 from octavo import __version__
 from octavo.cli import build_parser, main
+from octavo.resolve import resolve_model
 from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
 
@@ -111,7 +112,11 @@ def test_a_dry_run_says_what_a_model_takes_and_starts_nothing(
 
 @pytest.mark.parametrize(
     ("model", "said"),
-    [([], "`octavo pull` does that (93 MB)"), (["tiny.gguf"], "is a file, but not a GGUF file")],
+    [
+        ([], "`octavo pull` does that (93 MB)"),
+        (["--dtype", "bfloat16"], "`octavo pull --dtype bfloat16` does that"),
+        (["tiny.gguf"], "is a file, but not a GGUF file"),
+    ],
 )
 def test_a_dry_run_fetches_no_weights(
     model: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -125,8 +130,10 @@ def test_a_dry_run_fetches_no_weights(
 
 
 def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pull"]) == 0
+    assert main(["pull", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.strip() == str(demo_directory)
+    assert main(["pull"]) == 0
+    assert capsys.readouterr().out.strip() == str(resolve_model(None).directory)
 
 
 @pytest.mark.parametrize(

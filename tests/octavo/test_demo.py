@@ -15,7 +15,8 @@ from tokenizers import Tokenizer
 
 from octavo.demo import DEMO_NAME, demo_gguf, extract_gguf
 from octavo.errors import ModelError
-from octavo.resolve import resolve_model
+from octavo.resolve import ResolvedModel, resolve_config_of, resolve_model, resolve_model_of
+from protocol.config import load_config
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,28 @@ def read(directory: Path, name: str) -> Any:
 def test_the_second_call_needs_no_download(demo_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     resolved = resolve_model(None)
-    assert (resolved.directory, resolved.served_name) == (demo_directory, DEMO_NAME)
+    assert resolved.served_name == DEMO_NAME
+    assert (resolved.directory / "model.gguf").readlink() == demo_gguf()
     assert demo_gguf().read_bytes()[:4] == b"GGUF"
+    assert resolve_model(None, expands_demo=True) == ResolvedModel(demo_directory, DEMO_NAME)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_expanded"),
+    [
+        ({}, False),
+        ({"quantization": "gguf"}, False),
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "float32"}, True),
+        ({"quantization": "int8"}, True),
+    ],
+)
+def test_only_a_named_dtype_or_a_rounding_expands_it(
+    settings: dict[str, str], is_expanded: bool, demo_directory: Path
+) -> None:
+    config = load_config({}, settings)
+    assert (resolve_model_of(config).directory == demo_directory) is is_expanded
+    assert resolve_config_of(config) == resolve_model_of(config).directory
 
 
 def test_config(demo_directory: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from octavo.errors import ModelError
-from octavo.resolve import ResolvedModel, pull, resolve_model
+from octavo.resolve import ResolvedModel, resolve_model
 from tests.fakes.safetensors_files import NO_TENSORS
 from tests.fakes.tiny_gguf import tiny_model, vocabulary, write_gguf
 
@@ -196,7 +196,7 @@ def test_a_gguf_file_is_read_through_a_directory_that_is_made_once(tmp_path: Pat
 
 def test_a_directory_whose_gguf_file_is_gone_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    directory = pull(str(path))
+    directory = resolve_model(str(path)).directory
     path.unlink()
     assert f"read from {path}, which is not there any more" in refusal(str(directory))
 
@@ -210,9 +210,9 @@ def test_a_gguf_type_that_cannot_be_run_is_refused_by_name(tmp_path: Path, cache
 
 def test_a_gguf_file_that_changed_is_another_model(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_model("llama"))
-    first = pull(str(path))
+    first = resolve_model(str(path))
     os.utime(path, ns=(0, 0))
-    assert pull(str(path)) != first
+    assert resolve_model(str(path)) != first
 
 
 def test_a_file_that_is_not_gguf_is_refused(checkpoint: Path) -> None:
