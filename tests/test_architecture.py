@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "kernels": set(),
     "executor": {"protocol", "kernels"},
     "octavo": {"gateway", "protocol"},
-    "bench": {"protocol", "kernels", "executor"},
+    "bench": {"protocol", "gateway", "scheduler", "kernels", "executor", "octavo"},
 }
 FORBIDDEN_LIBRARIES = {
     "protocol": {"torch", "numpy", "numba", "transformers", "starlette", "uvicorn", "tokenizers"},
