@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from bench.serve.work import Work
 from bench.versus.plan import ROWS, Plan, ServerPlan, read_plan
 from bench.versus.process import ServerProcess, started
 from bench.versus.report import Life, Report, report_markdown, write_report
+from octavo.cli import INTERRUPTED
 from octavo.errors import CommandError
 from protocol.process import ArgumentParser, paragraph
 
@@ -35,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommandError as error:
         print(f"{parser.prog}: {paragraph(error)}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
     print(report_markdown(report))
     return 1 if any(result.num_failed for result in report.results) else 0
 
@@ -106,4 +110,5 @@ async def _result(process: ServerProcess, label: str, name: str, work: Work) -> 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server that runs then is ended too
     sys.exit(main())
