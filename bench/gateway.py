@@ -21,7 +21,7 @@ from bench.instant_scheduler import InstantScheduler
 from bench.results import write_results
 from gateway.tokenizer import Tokenizer
 from octavo.errors import ChildRefusedError, CommandError
-from octavo.launcher import answers, health_url, listening_port
+from octavo.listening import answers, health_url, with_ports
 from octavo.processes import POLL_S, Process, end_processes
 from octavo.resolve import resolve_model
 from octavo.socket_directory import socket_directory
@@ -115,7 +115,7 @@ def open_rig(model: str | None, num_streams: int, step_s: float) -> Iterator["Ri
     directory = resolve_model(model, needs_weights=False).directory
     with socket_directory() as sockets, closing(Tokenizer(directory)) as tokenizer:
         config = Config(model=str(directory), frontend_address=f"ipc://{sockets}/frontend", port=0, log_level="warning")
-        config = msgspec.structs.replace(config, port=listening_port(config))
+        config = with_ports(config)
         token_ids = tokenizer.encode_now(TEXT, add_special_tokens=False)
         with (
             InstantScheduler(config.frontend_address, token_ids, step_s=step_s) as scheduler,

@@ -13,7 +13,7 @@ from bench.serve.results import MS, Record, Result
 COLOURS = ("#3b6fb6", "#e08a3c", "#5a9e6f", "#b0547a", "#7a6bb0", "#8c8c8c")
 MARKED = {"p50": "-", "p99": "--"}
 NUM_BINS, DPI = 40, 120
-LEAST_WINDOW_S, NUM_WINDOWS = 0.1, 60
+LEAST_WINDOW_S, NUM_WINDOWS = 0.5, 60  # shorter ones would show the rhythm of the steps
 
 
 def plot_result(result: Result) -> bytes:
@@ -78,8 +78,8 @@ def plot_comparison(works: Mapping[str, Servers]) -> bytes:
 def _bars(axes: Axes, figure: Figure, works: Mapping[str, Servers], colours: Callable[[str], str]) -> None:
     """Draw the bars of a group side by side around the group's place, and write above each what it shows."""
     _plain(axes, "", figure.title)
+    width = 0.8 / max(map(len, works.values()))
     for place, servers in enumerate(works.values()):
-        width = 0.8 / len(servers)
         for index, (label, figures) in enumerate(servers.items()):
             value = figure.of(figures)
             bars = axes.bar(place + (index - (len(servers) - 1) / 2) * width, value or 0, width * 0.92)

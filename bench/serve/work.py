@@ -1,5 +1,6 @@
 """What a server is asked to do, written down so that another server can be asked the same."""
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -29,7 +30,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def name(self) -> str:
         """The load in short: requests/concurrency/prompt/output, what is not so marked."""
         arrivals = f"{self.request_rate:g} a second" if self.request_rate else str(self.max_concurrency or "all")
-        if self.dataset is not None:
-            return f"{self.num_prompts}/{arrivals}/{self.dataset}/{self.output_len}"
         shared = f"{self.prefix_len} shared+" if self.prefix_len else ""
-        return f"{self.num_prompts}/{arrivals}/{shared}{self.input_len}/{self.output_len}"
+        prompt = f"{shared}{self.input_len}" if self.dataset is None else Path(self.dataset).name
+        chat = " (chat)" if self.endpoint == "chat" else ""
+        return f"{self.num_prompts}/{arrivals}/{prompt}/{self.output_len}{chat}"

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -160,4 +161,5 @@ async def _result(process: ServerProcess, label: str, name: str, work: Work) -> 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server that runs then is ended too
     sys.exit(main())

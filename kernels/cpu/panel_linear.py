@@ -110,9 +110,7 @@ def embedding(token_ids_T: Tensor, layer: PanelLinear, dtype: torch.dtype) -> Te
     return out_TK
 
 
-def _sizes(
-    num_rows: int, layer: PanelLinear, out_dtype: torch.dtype, x_dtype: torch.dtype
-) -> tuple[int, int, int, int, int, int, int, int, int]:
+def _sizes(num_rows: int, layer: PanelLinear, out_dtype: torch.dtype, x_dtype: torch.dtype) -> tuple[int, ...]:
     """Return the fields of `panel_products.Product` from num_rows on."""
     for dtype in (out_dtype, x_dtype):
         if dtype not in LIKE:

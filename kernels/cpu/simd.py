@@ -344,7 +344,7 @@ def shift_left_i32(typingctx, words, count):
 
 
 def _store_low_bits(bits: int, order: list[int]) -> Any:
-    """Return an intrinsic that writes the low `bits` of 16 words side by side, each four (or eight) in another order."""
+    """Return an intrinsic that writes the low `bits` of 16 words side by side, in another order."""
 
     @intrinsic
     def write(typingctx, memory, index, words):
@@ -430,7 +430,7 @@ def _sum_pairs(builder: ir.IRBuilder, products: ir.Value) -> ir.Value:
 
 
 def emit_byte_products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, features: Mapping[str, bool]) -> ir.Value:
-    """Return 32 sums of 16 bits: products of neighbouring bytes, of `codes` without and of `x` with a sign, in pairs."""
+    """Return 32 sums of 16 bits: in pairs, products of the bytes of `codes`, without a sign, and of `x`, with one."""
     if features.get("avx512bw"):
         return _in_registers(builder, "llvm.x86.avx512.pmaddubs.w.512", 512, codes, x, 16)
     if features.get("avx2"):

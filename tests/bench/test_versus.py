@@ -17,10 +17,12 @@ from bench.serve.work import Work
 from bench.versus.__main__ import main
 from bench.versus.one_at_a_time import load
 from bench.versus.report import Report
-from tests.fakes.commands import tiny_checkpoint
+from tests.fakes.commands import descendants, start, tiny_checkpoint
+from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 FAKE = f"{sys.executable} -m tests.fakes.fake_openai --port {{port}}"
+MUTE = f"{sys.executable} -u -c 'import signal; print(\"listens\"); signal.pause()' {{port}}"
 # A server that is a child of what was started, as with many.
 NESTED = f"{sys.executable} -c 'import subprocess, sys; subprocess.run(sys.argv[1:])' {FAKE}"
 
@@ -90,3 +92,16 @@ async def test_transformers_answers_one_at_a_time(tmp_path: Path) -> None:
         (record.start_s + record.chunks_s[0], record.start_s + record.latency_s) for record in run.requests
     )
     assert all(end_s <= next_start_s for (_, end_s), (next_start_s, _) in pairwise(answers))
+
+
+def test_told_to_end_it_ends_its_server(tmp_path: Path) -> None:
+    plan = tmp_path / "servers.toml"
+    plan.write_text(f"[servers.mute]\ncommand = {json.dumps(MUTE)}\n")
+    process = start("bench.versus", str(plan), "--output-dir", str(tmp_path))
+    log = tmp_path / "logs" / "mute-1.log"
+    wait_until(lambda: log.exists() and log.read_text() == "listens\n")
+    [server] = descendants(process)
+    process.terminate()
+    process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert not server.is_running()
