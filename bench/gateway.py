@@ -177,7 +177,7 @@ class Rig:
         asked = {"prompt": TEXT} if endpoint == "completions" else {"messages": [{"role": "user", "content": TEXT}]}
         options = {"max_tokens": num_tokens, "stream": True, "stream_options": {"include_usage": True}}
         body = msgspec.json.encode({**asked, **options})
-        head = f"POST {PATHS[endpoint]} HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {PATHS[endpoint]} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         return head.encode() + body
 
 
@@ -190,6 +190,8 @@ def _read_head(connection: socket.socket) -> None:
         if not received:
             break
     if not head.startswith(b"HTTP/1.1 200 "):
+        while received := connection.recv(READ_BYTES):
+            head += received
         raise CommandError(f"the gateway answered: {head.decode(errors='replace')}")
 
 
