@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from octavo.commands.flags import EPILOG, add_model, read_quiet_config, typed_settings
-from octavo.demo import DEMO_NAME
 from octavo.errors import CommandError
 from octavo.resolve import resolve_model_of
 from protocol.config import ConfigError, add_flags
@@ -70,7 +69,7 @@ def run(flags: Mapping[str, Any]) -> int:
             f"attention_backend {config.attention_backend}: `octavo bench step` measures the CPU; leave it out"
         )
     configure_logging("bench", config.log_level)
-    directory = resolve_model_of(config).directory
+    resolved = resolve_model_of(config)
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     import kernels  # noqa: F401
     from bench.step.measure import Request, measure
@@ -78,9 +77,9 @@ def run(flags: Mapping[str, Any]) -> int:
     from executor.startup import START_FAILURES
 
     request = Request(*(flags[name] for name in Request._fields))
-    config = msgspec.structs.replace(config, model=str(directory), attention_backend="cpu")
+    config = msgspec.structs.replace(config, model=str(resolved.directory), attention_backend="cpu")
     try:
-        result = measure(config, typed_settings(flags).get("model", DEMO_NAME), request)
+        result = measure(config, resolved.served_name, request)
     except START_FAILURES as error:
         raise CommandError(str(error)) from error
     try:
