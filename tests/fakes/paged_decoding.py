@@ -98,6 +98,6 @@ def assert_near(logits_TV: Tensor, expected_TV: Tensor) -> None:
 
 
 def assert_rounded(logits_TV: Tensor, expected_TV: Tensor) -> None:
-    """Assert that logits differ by less than 6 %, root mean square: inputs of 8 bits, or bfloat16, make them so."""
+    """Assert that logits differ by less than 10 %, root mean square: inputs of 8 bits, or bfloat16, make them so."""
     error = (logits_TV - expected_TV).square().mean().sqrt()
-    assert error < 0.06 * expected_TV.square().mean().sqrt()
+    assert error < 0.1 * expected_TV.square().mean().sqrt()
