@@ -1,7 +1,7 @@
 """The Llama family's decoder as one program for the CPU: the layers of a step in one call.
 
 This page follows `executor.models.decoder`, line by line, and computes the same bits; that one is the truth. It stands
-in for it where all products of the layers are of few bits and no other rank takes part.
+in for it where all weights of the layers are in panels and no other rank takes part.
 """
 
 from collections.abc import Callable, Sequence
