@@ -177,8 +177,8 @@ class Rig:
         asked = {"prompt": TEXT} if endpoint == "completions" else {"messages": [{"role": "user", "content": TEXT}]}
         options = {"max_tokens": num_tokens, "stream": True, "stream_options": {"include_usage": True}}
         body = msgspec.json.encode({**asked, **options})
-        head = f"POST {PATHS[endpoint]} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-        return head.encode() + body
+        fields = f"Host: bench\r\nConnection: close\r\nContent-Length: {len(body)}"
+        return f"POST {PATHS[endpoint]} HTTP/1.1\r\n{fields}\r\n\r\n".encode() + body
 
 
 def _read_head(connection: socket.socket) -> None:
