@@ -125,6 +125,16 @@ def pointer(typingctx, address, like):
 
 
 @intrinsic
+def address_of(typingctx, memory, index):
+    """Return the address of an element as int64."""
+
+    def generate(context, builder, signature, args):
+        return builder.ptrtoint(_address(context, builder, memory, *args), _INT64)
+
+    return types.int64(memory, types.int64), generate
+
+
+@intrinsic
 def load(typingctx, memory, index):
     """Return the 16 elements of `memory` from element `index` on."""
 
@@ -223,6 +233,20 @@ def fetch_add(typingctx, memory, amount):
         return builder.atomic_rmw("add", address, args[1], "monotonic")
 
     return types.int64(memory, types.int64), generate
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Have the cache line at the int64 `address` brought near; it may be anything."""
+
+    def generate(context, builder, signature, args):
+        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        builder.call(function, [place, *(ir.Constant(_INT32, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
 
 
 # Arithmetic.
@@ -373,6 +397,36 @@ def zeros(typingctx, count):
         return context.make_tuple(builder, result, [ir.Constant(_FLOATS, None)] * result.count)
 
     return result(count), generate
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typingctx, count, memory, index, stride):
+    """Return a tuple of `count` vectors, `stride` elements of float32 memory apart, from `index`; a constant count."""
+    result = types.UniTuple(vector, count.literal_value)
+
+    def generate(context, builder, signature, args):
+        _, memory, index, stride = args
+        rows = []
+        for _ in range(result.count):
+            rows.append(_read(builder, _address(context, builder, signature.args[1], memory, index), signature.args[1]))
+            index = builder.add(index, stride)
+        return context.make_tuple(builder, result, rows)
+
+    return result(count, memory, types.int64, types.int64), generate
+
+
+@intrinsic
+def store_rows(typingctx, memory, index, stride, rows):
+    """Write a tuple of vectors `stride` elements of float32 memory apart from `index` on."""
+
+    def generate(context, builder, signature, args):
+        memory, index, stride, rows = args
+        for row in cgutils.unpack_tuple(builder, rows):
+            _write(builder, row, _address(context, builder, signature.args[0], memory, index), signature.args[0])
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.none(memory, types.int64, types.int64, rows), generate
 
 
 @intrinsic
@@ -538,9 +592,9 @@ def keep(typingctx, value, first, start, stop, other):
 
     def generate(context, builder, signature, args):
         value, first, start, stop, other = args
-        lanes = builder.add(_broadcast(builder, first), _ints(64, list(range(LANES))))
-        above = builder.icmp_signed(">=", lanes, _broadcast(builder, start))
-        below = builder.icmp_signed("<", lanes, _broadcast(builder, stop))
+        first, start, stop = (_broadcast(builder, builder.trunc(value, _INT32)) for value in (first, start, stop))
+        lanes = builder.add(first, _ints(32, list(range(LANES))))
+        above, below = builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, stop)
         return builder.select(builder.and_(above, below), value, other)
 
     return vector(vector, types.int64, types.int64, types.int64, vector), generate
