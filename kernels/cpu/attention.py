@@ -116,14 +116,20 @@ def _write_out(step, task, like, total):
 @routine(forceinline=True)
 def _attend_partition(step, task, like, start, end, num_rows, scratch):
     """Add the keys of positions start to end to the states of all rows."""
-    in_place = reads_in_place(step)
-    for first in range(start, end, TILE):
-        count = min(TILE, end - first)
-        if in_place:
-            tile = tile_in_place(step, task, like, scratch, first, count)
-        else:
+    if not reads_in_place(step):
+        for first in range(start, end, TILE):
+            count = min(TILE, end - first)
             tile = copied_tile(step, task, like, scratch, first, count)
-        attend_tile(step, tile, like, first, count, num_rows, scratch)
+            attend_tile(step, tile, tile, like, first, count, num_rows, scratch)
+        return
+    last_position = task.first_position + task.num_queries - 1
+    tile = tile_in_place(step, task, like, scratch, start, end - start)
+    for first in range(start, end, TILE):
+        next_tile = tile
+        if first + TILE <= last_position:
+            next_tile = tile_in_place(step, task, like, scratch, first + TILE, last_position - first - TILE + 1)
+        attend_tile(step, tile, next_tile, like, first, end - first, num_rows, scratch)
+        tile = next_tile
 
 
 @routine()

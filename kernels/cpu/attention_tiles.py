@@ -17,6 +17,7 @@ from kernels.cpu.jit import routine
 from kernels.cpu.simd import (
     LANES,
     add_products,
+    add_products_of_two,
     address_of,
     exp,
     fma,
@@ -192,14 +193,6 @@ def copied_tile(step, task, like, scratch, start, count):
     return Tile(scratch.k_DC, address_of(k_DC, LANES), TILE, scratch.v_CV, address_of(v_CV, LANES * width), width)
 
 
-@routine()
-def prefetch_part(address, num_elements, like):
-    """Have elements from an address on brought near."""
-    end = address_of(pointer(address, like), num_elements)
-    for line in range(address, end, 4 * CACHE_LINE):
-        prefetch(line)
-
-
 # Products: of MANY rows with one vector, or of FEW rows with two.
 
 
@@ -215,16 +208,17 @@ def _score_many(q, weights, k, stride, head_size):
 
 
 @routine()
-def _score_few(q, weights, k_low, k_high, stride, head_size):
-    """Write the scores of FEW rows for a tile."""
+def _score_few(q, weights, k_low, k_high, stride, head_size, next_low, next_high):
+    """Write the scores of FEW rows for a tile; bring the next one's keys near, a memory's latency ahead."""
     q_DR, at, k_at = _floats(q), 0, 0
-    low, high = zeros(FEW), zeros(FEW)
+    sums = zeros(MANY)
     for _ in range(head_size):
-        low = add_products(low, q_DR, at, 1, load(k_low, k_at))
-        high = add_products(high, q_DR, at, 1, load(k_high, k_at))
+        sums = add_products_of_two(sums, q_DR, at, 1, k_low, k_at, k_high, k_at)
+        prefetch(next_low, k_at)
+        prefetch(next_high, k_at)
         at, k_at = at + MANY, k_at + stride
-    store_rows(_floats(weights), 0, TILE, low)
-    store_rows(_floats(weights), LANES, TILE, high)
+    store_rows(_floats(weights), 0, TILE, sums[:FEW])
+    store_rows(_floats(weights), LANES, TILE, sums[FEW:])
 
 
 @routine()
@@ -243,21 +237,23 @@ def _weigh_many(weights, first, end, v_low, v_high, stride, out, out_stride):
 
 
 @routine()
-def _weigh_few(weights, first, end, v_low, v_high, stride, out, out_stride):
-    """Add the values of keys first to end times their weights to 32 columns of FEW rows."""
+def _weigh_few(weights, first, end, v_low, v_high, stride, out, out_stride, next_low, next_high):
+    """Add the values of keys first to end times their weights to 32 columns of FEW rows; bring the next ones near."""
     at, v_at = first, first * stride
-    left, right = load_rows(FEW, _floats(out), 0, out_stride), load_rows(FEW, _floats(out), LANES, out_stride)
+    sums = load_rows(FEW, _floats(out), 0, out_stride) + load_rows(FEW, _floats(out), LANES, out_stride)
     for _ in range(first, min(end, LANES)):
-        left = add_products(left, _floats(weights), at, TILE, load(v_low, v_at))
-        right = add_products(right, _floats(weights), at, TILE, load(v_low, v_at + LANES))
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_low, v_at, v_low, v_at + LANES)
+        prefetch(next_low, v_at)
+        prefetch(next_low, v_at + LANES)
         at, v_at = at + 1, v_at + stride
     v_at -= LANES * stride
     for _ in range(max(first, LANES), end):
-        left = add_products(left, _floats(weights), at, TILE, load(v_high, v_at))
-        right = add_products(right, _floats(weights), at, TILE, load(v_high, v_at + LANES))
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_high, v_at, v_high, v_at + LANES)
+        prefetch(next_high, v_at)
+        prefetch(next_high, v_at + LANES)
         at, v_at = at + 1, v_at + stride
-    store_rows(_floats(out), 0, out_stride, left)
-    store_rows(_floats(out), LANES, out_stride, right)
+    store_rows(_floats(out), 0, out_stride, sums[:FEW])
+    store_rows(_floats(out), LANES, out_stride, sums[FEW:])
 
 
 @routine()
@@ -318,11 +314,12 @@ def _make_weights(scores, first, end, state, width):
 
 
 @routine(forceinline=True)
-def _score(step, tile, like, q, weights, num_rows, num_keys):
+def _score(step, tile, next_tile, like, q, weights, num_rows, num_keys):
     """Write the scores of up to MANY rows."""
     k_low, k_high = pointer(tile.k_low, like), pointer(tile.k_high, like)
     if num_rows <= FEW:
-        _score_few(q, weights, k_low, k_high, tile.k_stride, step.head_size)
+        next_low, next_high = pointer(next_tile.k_low, like), pointer(next_tile.k_high, like)
+        _score_few(q, weights, k_low, k_high, tile.k_stride, step.head_size, next_low, next_high)
         return
     _score_many(q, weights, k_low, tile.k_stride, step.head_size)
     if num_keys > LANES:
@@ -330,7 +327,30 @@ def _score(step, tile, like, q, weights, num_rows, num_keys):
 
 
 @routine(forceinline=True)
-def _add_values(step, tile, like, row, num_rows, start, scratch):
+def _column(address, column, like):
+    """Return the values at an address from `column` on."""
+    return pointer(address_of(pointer(address, like), column), like)
+
+
+@routine(forceinline=True)
+def _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out):
+    """Add the values of keys first to end times their weights to the outputs of up to MANY rows."""
+    width, stride, column = round_up(step.value_size, LANES), state_stride(step), 0
+    if num_rows <= FEW:
+        while column + LANES < width:
+            v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
+            next_low, next_high = _column(next_tile.v_low, column, like), _column(next_tile.v_high, column, like)
+            target = out + 4 * column
+            _weigh_few(weights, first, end, v_low, v_high, tile.v_stride, target, stride, next_low, next_high)
+            column += 2 * LANES
+    while column < width:
+        v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
+        _weigh_many(weights, first, end, v_low, v_high, tile.v_stride, out + 4 * column, stride)
+        column += LANES
+
+
+@routine(forceinline=True)
+def _add_values(step, tile, next_tile, like, row, num_rows, start, scratch):
     """Add the weighted values to the outputs of up to MANY rows: what all see together, the rest one by one.
 
     A row's keys are in order nevertheless.
@@ -338,54 +358,21 @@ def _add_values(step, tile, like, row, num_rows, start, scratch):
     width, stride = round_up(step.value_size, LANES), state_stride(step)
     v_low, v_high = pointer(tile.v_low, like), pointer(tile.v_high, like)
     weights, out = scratch.weights_RC + 4 * row * TILE, scratch.state + 4 * (row * stride + 2 * LANES)
-    first, _ = _visible(step, scratch, row + num_rows - 1, start)
-    _, end = _visible(step, scratch, row, start)
+    first, end = _visible(step, scratch, row + num_rows - 1, start)[0], _visible(step, scratch, row, start)[1]
     end = max(first, end)
     for r in range(num_rows):
         own_first, own_end = _visible(step, scratch, row + r, start)
-        _weigh_one(
-            weights + 4 * r * TILE,
-            own_first,
-            min(own_end, first),
-            v_low,
-            v_high,
-            tile.v_stride,
-            out + 4 * r * stride,
-            width,
-        )
-    column = 0
-    if num_rows <= FEW:
-        while column + LANES < width:
-            v_low, v_high = (
-                pointer(address_of(pointer(tile.v_low, like), column), like),
-                pointer(address_of(pointer(tile.v_high, like), column), like),
-            )
-            _weigh_few(weights, first, end, v_low, v_high, tile.v_stride, out + 4 * column, stride)
-            column += 2 * LANES
-    while column < width:
-        v_low, v_high = (
-            pointer(address_of(pointer(tile.v_low, like), column), like),
-            pointer(address_of(pointer(tile.v_high, like), column), like),
-        )
-        _weigh_many(weights, first, end, v_low, v_high, tile.v_stride, out + 4 * column, stride)
-        column += LANES
-    v_low, v_high = pointer(tile.v_low, like), pointer(tile.v_high, like)
+        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+        _weigh_one(own_weights, own_first, min(own_end, first), v_low, v_high, tile.v_stride, own_out, width)
+    _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out)
     for r in range(num_rows):
         own_first, own_end = _visible(step, scratch, row + r, start)
-        _weigh_one(
-            weights + 4 * r * TILE,
-            max(own_first, end),
-            own_end,
-            v_low,
-            v_high,
-            tile.v_stride,
-            out + 4 * r * stride,
-            width,
-        )
+        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+        _weigh_one(own_weights, max(own_first, end), own_end, v_low, v_high, tile.v_stride, own_out, width)
 
 
 @routine(forceinline=True)
-def attend_tile(step, tile, like, start, count, num_rows, scratch):
+def attend_tile(step, tile, next_tile, like, start, count, num_rows, scratch):
     """Add a tile, whose keys begin at position `start`, to the states of all rows."""
     has_slopes, width, stride = step.alibi_slopes != 0, round_up(step.value_size, LANES), state_stride(step)
     for row in range(0, num_rows, MANY):
@@ -395,7 +382,7 @@ def attend_tile(step, tile, like, start, count, num_rows, scratch):
         if first >= end:
             continue
         weights = scratch.weights_RC + 4 * row * TILE
-        _score(step, tile, like, scratch.q_DR + 4 * row * step.head_size, weights, rows, count)
+        _score(step, tile, next_tile, like, scratch.q_DR + 4 * row * step.head_size, weights, rows, count)
         for r in range(row, row + rows):
             first, end = _visible(step, scratch, r, start)
             if first >= end:
@@ -406,4 +393,4 @@ def attend_tile(step, tile, like, start, count, num_rows, scratch):
                 slope = _floats(scratch.slopes_R)[r]
                 _adjust_scores(scores, step.soft_cap, has_slopes, slope, distance)
             _make_weights(scores, first, end, scratch.state + 4 * r * stride, width)
-        _add_values(step, tile, like, row, rows, start, scratch)
+        _add_values(step, tile, next_tile, like, row, rows, start, scratch)

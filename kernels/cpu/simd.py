@@ -25,6 +25,7 @@ from numba.extending import intrinsic, overload, register_model
 from kernels.cpu.jit import routine
 
 LANES = 16
+REGISTER_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 
 _FLOAT = ir.FloatType()
 _INT32 = ir.IntType(32)
@@ -236,17 +237,17 @@ def fetch_add(typingctx, memory, amount):
 
 
 @intrinsic
-def prefetch(typingctx, address):
-    """Have the cache line at the int64 `address` brought near; it may be anything."""
+def prefetch(typingctx, memory, index):
+    """Have the cache line of an element brought near; it may be anything."""
 
     def generate(context, builder, signature, args):
-        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        place = _address(context, builder, memory, *args)
         kind = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
         function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
         builder.call(function, [place, *(ir.Constant(_INT32, value) for value in (0, 3, 1))])
         return context.get_dummy_value()
 
-    return types.none(types.int64), generate
+    return types.none(memory, types.int64), generate
 
 
 # Arithmetic.
@@ -446,6 +447,54 @@ def add_products(typingctx, sums, memory, index, stride, row):
         return context.make_tuple(builder, signature.return_type, added)
 
     return sums(sums, memory, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def add_products_of_two(typingctx, sums, memory, index, stride, left, left_index, right, right_index):
+    """As add_products of two vectors, which lie in memory; `sums` are those of the left one, then the right one's.
+
+    It is done register by register: whole vectors with as many sums would be one register too many.
+    """
+
+    def generate(context, builder, signature, args):
+        sums, memory, index, stride, left, left_index, right, right_index = args
+        sums, width = cgutils.unpack_tuple(builder, sums), REGISTER_LANES
+        part = ir.VectorType(_FLOAT, width)
+        name = f"llvm.fma.v{width}f32"
+        fused = builder.module.declare_intrinsic(name, (), ir.FunctionType(part, [part] * 3))
+        num_rows = len(sums) // 2
+        factors = []
+        for _ in range(num_rows):
+            address = _address(context, builder, signature.args[1], memory, index)
+            x = builder.load(builder.bitcast(address, _FLOAT.as_pointer()))
+            factors.append(_elements(builder, _broadcast(builder, x), range(width)))
+            index = builder.add(index, stride)
+        added = []
+        for side, (kind, vectors, at) in enumerate(
+            ((signature.args[4], left, left_index), (signature.args[6], right, right_index))
+        ):
+            parts = [[] for _ in range(num_rows)]
+            for first in range(0, LANES, width):
+                address = _address(context, builder, kind, vectors, builder.add(at, ir.Constant(_INT64, first)))
+                raw_kind = ir.VectorType(_lane_type(kind), width)
+                raw = builder.load(builder.bitcast(address, raw_kind.as_pointer()), align=kind.dtype.bitwidth // 8)
+                if raw.type != part:
+                    words = ir.VectorType(_INT32, width)
+                    raw = builder.shl(builder.zext(raw, words), ir.Constant(words, [16] * width))
+                    raw = builder.bitcast(raw, part)
+                for row in range(num_rows):
+                    total = _elements(builder, sums[side * num_rows + row], range(first, first + width))
+                    parts[row].append(builder.call(fused, [factors[row], raw, total]))
+            for low, *high in parts:
+                for other in high:
+                    low = builder.shuffle_vector(
+                        low, other, ir.Constant(ir.VectorType(_INT32, LANES), list(range(LANES)))
+                    )
+                added.append(low)
+        return context.make_tuple(builder, signature.return_type, added)
+
+    integers = [types.int64] * 2
+    return sums(sums, memory, *integers, left, types.int64, right, types.int64), generate
 
 
 def _integers(count: int, bits: int) -> Any:
