@@ -19,8 +19,8 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.attention_tasks import (
+    MANY,
     PARTITION,
-    ROW_GROUP,
     Step,
     first_malformed,
     padded_rows,
@@ -33,11 +33,11 @@ from kernels.cpu.attention_tasks import (
 from kernels.cpu.attention_tiles import (
     TILE,
     attend_tile,
-    find_visible,
-    load_keys,
+    copied_tile,
     load_queries,
-    load_values,
     new_scratch,
+    reads_in_place,
+    tile_in_place,
 )
 from kernels.cpu.jit import kernel, routine
 from kernels.cpu.simd import (
@@ -113,45 +113,61 @@ def _write_out(step, task, like, total):
             store_part(out, target + v, step.value_size - v, lanes)
 
 
+@routine(forceinline=True)
+def _attend_partition(step, task, like, start, end, num_rows, scratch):
+    """Add the keys of positions start to end to the states of all rows."""
+    if not reads_in_place(step):
+        for first in range(start, end, TILE):
+            count = min(TILE, end - first)
+            tile = copied_tile(step, task, like, scratch, first, count)
+            attend_tile(step, tile, tile, like, first, count, num_rows, scratch)
+        return
+    last_position = task.first_position + task.num_queries - 1
+    tile = tile_in_place(step, task, like, scratch, start, end - start)
+    for first in range(start, end, TILE):
+        next_tile = tile
+        if first + TILE <= last_position:
+            next_tile = tile_in_place(step, task, like, scratch, first + TILE, last_position - first - TILE + 1)
+        attend_tile(step, tile, next_tile, like, first, end - first, num_rows, scratch)
+        tile = next_tile
+
+
 @routine()
 def _attend(step, task, index, like, scratch, partials):
     """Compute one task: its output, or the state of its one partition into place `index` of `partials`."""
     group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
     num_rows = task.num_queries * group
-    padded = round_up(num_rows, ROW_GROUP)
+    padded = round_up(num_rows, MANY)
+    state, total = pointer(scratch.state, np.float32), pointer(scratch.total, np.float32)
     last_position = task.first_position + task.num_queries - 1
     first_visible = max(0, task.first_position - step.window + 1)
-    load_queries(step, task, like, scratch.q_RD)
-    _clear(scratch.total, padded, stride)
+    load_queries(step, task, like, scratch)
+    _clear(total, padded, stride)
     for partition in range(task.first_partition, task.end_partition):
-        _clear(scratch.state, padded, stride)
+        _clear(state, padded, stride)
         start = max(partition * PARTITION, first_visible // TILE * TILE)
         end = min((partition + 1) * PARTITION, last_position + 1)
-        for tile in range(start, end, TILE):
-            count = min(TILE, end - tile)
-            load_keys(step, task, like, tile, count, scratch.k_DC)
-            load_values(step, task, like, tile, count, scratch.v_CV)
-            find_visible(step, task, tile, scratch)
-            attend_tile(step, task, tile, num_rows, scratch)
+        _attend_partition(step, task, like, start, end, num_rows, scratch)
         if task.part < 0:
-            _merge(scratch.total, scratch.state, 0, num_rows, stride)
+            _merge(total, state, 0, num_rows, stride)
     if task.part < 0:
-        _write_out(step, task, like, scratch.total)
+        _write_out(step, task, like, total)
     else:
         partial_start = index * padded_rows(step) * stride
         for column in range(0, num_rows * stride, LANES):
-            store(partials, partial_start + column, load(scratch.state, column))
+            store(partials, partial_start + column, load(state, column))
 
 
 @routine()
 def work(step, like, tasks, next_task, partials):
     """Take tasks until none is left."""
-    scratch = new_scratch(step)
+    scratch, memory = new_scratch(step)
     while True:
         index = fetch_add(next_task, 1)
         if index >= len(tasks):
+            memory[0] = _ZERO  # it is in use until here
             return
-        _attend(step, task_of(tasks[index]), index, like, scratch, partials)
+        _attend(step, task_of(tasks[index]), index, pointer(step.q, like), scratch, partials)
 
 
 @routine(parallel=True)

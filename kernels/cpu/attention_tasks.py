@@ -8,13 +8,14 @@ The legend stands in `kernels.cpu.attention`.
 from typing import NamedTuple
 
 import numpy as np
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from kernels.cpu.jit import routine
 from kernels.cpu.simd import LANES, pointer
 
+MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: what the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
-ROW_GROUP = 4
-TARGET_ROWS = 32
+TARGET_ROWS = 36
 
 
 class Step(NamedTuple):
@@ -69,7 +70,7 @@ def queries_of_tile(step):
 
 @routine()
 def padded_rows(step):
-    return round_up(queries_of_tile(step) * (step.num_heads // step.num_kv_heads), ROW_GROUP)
+    return round_up(queries_of_tile(step) * (step.num_heads // step.num_kv_heads), MANY)
 
 
 @routine()

@@ -2,6 +2,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """One tile of keys and values, and the rows of a task that see it.
 
+Keys and values are read where they lie, and widened in registers: a second reading from the first cache costs nothing
+beside the products. Only blocks that vectors do not fit into are copied first.
+
 The legend stands in `kernels.cpu.attention`.
 """
 
@@ -9,10 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu.attention_tasks import ROW_GROUP, padded_rows, round_up, state_stride
+from kernels.cpu.attention_tasks import MANY, padded_rows, round_up, state_stride
 from kernels.cpu.jit import routine
 from kernels.cpu.simd import (
     LANES,
+    add_products,
+    add_products_of_two,
+    address_of,
     exp,
     fma,
     keep,
@@ -20,256 +26,371 @@ from kernels.cpu.simd import (
     lane_indices,
     largest_lane,
     load,
-    load_part,
+    load_rows,
     load_splat,
     maximum,
     pointer,
+    prefetch,
     splat,
     store,
+    store_rows,
     tanh,
+    zeros,
 )
 
-TILE = 32  # keys
+TILE = 2 * LANES  # keys
+FEW = MANY // 2  # rows, of which two vectors are done at once
+CACHE_LINE = 16  # float32
 
 _ZERO = np.float32(0.0)
 _MINUS_INFINITY = np.float32(-np.inf)
 
 
 class Scratch(NamedTuple):
-    """One thread's memory. A state row is the maximum, 16 lanes of the weights' sum and the output."""
+    """One thread's memory: addresses (an array would be counted at every call), of float32 where nothing else is said.
 
-    q_RD: np.ndarray
-    k_DC: np.ndarray
-    v_CV: np.ndarray
-    weights_RC: np.ndarray
-    first_visible_R: np.ndarray
-    end_visible_R: np.ndarray
-    state: np.ndarray
-    total: np.ndarray
+    A state row is the maximum, 16 lanes of the weights' sum and the output.
+    """
+
+    q_DR: int  # of MANY rows each, one after another
+    weights_RC: int
+    slopes_R: int
+    positions_R: int  # int64; padding rows have the last row's
+    state: int
+    total: int
+    k_DC: int  # copies, in the dtype of the cache
+    v_CV: int
+    block_shift: int  # what divides a position by the block's size, or -1
+
+
+class Tile(NamedTuple):
+    """Where the keys and values of a tile lie: addresses for the first 16 and the last 16 keys; strides in elements."""
+
+    k_low: int
+    k_high: int
+    k_stride: int  # between components
+    v_low: int
+    v_high: int
+    v_stride: int  # between keys
 
 
 @routine()
 def new_scratch(step):
-    rows = padded_rows(step)
-    head_size, value_size = round_up(step.head_size, LANES), round_up(step.value_size, LANES)
-    return Scratch(
-        np.zeros(rows * head_size, np.float32),
-        np.zeros(head_size * TILE, np.float32),
-        np.zeros(TILE * value_size, np.float32),
-        np.zeros(rows * TILE, np.float32),
-        np.zeros(rows, np.int64),
-        np.zeros(rows, np.int64),
-        np.zeros(rows * state_stride(step), np.float32),
-        np.zeros(rows * state_stride(step), np.float32),
+    """Return a Scratch, and the array that it lies in: to be kept as long."""
+    rows, width, state_size = (
+        padded_rows(step),
+        round_up(step.value_size, LANES),
+        padded_rows(step) * state_stride(step),
     )
+    q_size = round_up(rows * step.head_size, CACHE_LINE)
+    row_size = round_up(rows, CACHE_LINE)
+    sizes = (q_size, rows * TILE, row_size, 2 * row_size, state_size, state_size, step.head_size * TILE, TILE * width)
+    total_size = CACHE_LINE
+    for size in sizes:
+        total_size += size
+    memory = np.empty(total_size, np.float32)
+    q_DR = round_up(memory.ctypes.data, 4 * CACHE_LINE)
+    weights_RC = q_DR + 4 * sizes[0]
+    slopes_R = weights_RC + 4 * sizes[1]
+    positions_R = slopes_R + 4 * sizes[2]
+    state = positions_R + 4 * sizes[3]
+    total = state + 4 * sizes[4]
+    k_DC = total + 4 * sizes[5]
+    v_CV = k_DC + 4 * sizes[6]
+    shift = 0
+    while 1 << shift < step.block_size:
+        shift += 1
+    block_shift = shift if 1 << shift == step.block_size else -1
+    return Scratch(q_DR, weights_RC, slopes_R, positions_R, state, total, k_DC, v_CV, block_shift), memory
+
+
+@routine(forceinline=True)
+def _floats(address):
+    return pointer(address, np.float32)
 
 
 @routine()
-def load_queries(step, task, like, q_RD):
-    """Fill q_RD with the task's queries times `scale`, a row for each query and head of the group."""
-    q = pointer(step.q, like)
-    group = step.num_heads // step.num_kv_heads
-    stride = round_up(step.head_size, LANES)
-    scale = splat(np.float32(step.scale))
-    for query in range(task.num_queries):
-        for head in range(group):
-            source = (task.first_token + query) * step.q_stride + (task.kv_head * group + head) * step.head_size
-            target = (query * group + head) * stride
-            for d in range(0, step.head_size, LANES):
-                lanes = load_part(q, source + d, step.head_size - d)
-                store(q_RD, target + d, lanes * scale)
+def load_queries(step, task, like, scratch):
+    """Fill scratch with the task's queries times `scale`, a row for each query and head of the group, and their places.
 
-
-@routine()
-def _block_run(step, task, position, end):
-    """Return the block of `position`, the place in it, and how many positions before `end` lie there side by side."""
-    table = pointer(step.block_tables, np.int32)
-    entry = position // step.block_size
-    offset = position - entry * step.block_size
-    return table[task.seq * step.max_blocks + entry], offset, min(step.block_size - offset, end - position)
-
-
-@routine()
-def load_keys(step, task, like, start, count, k_DC):
-    """Fill k_DC with the keys of positions start to start + count."""
-    k_cache = pointer(step.k_cache, like)
-    in_vectors = step.block_size % LANES == 0  # then a vector of keys lies within one block
-    column = 0
-    while column < count:
-        block, offset, run = _block_run(step, task, start + column, start + count)
-        source = (block * step.num_kv_heads + task.kv_head) * step.head_size * step.block_size + offset
-        for d in range(step.head_size):
-            target = d * TILE + column
-            if in_vectors:
-                for c in range(0, run, LANES):
-                    store(k_DC, target + c, load(k_cache, source + c))
-            else:
-                for c in range(run):
-                    k_DC[target + c] = lane(load_splat(k_cache, source + c), 0)
-            source += step.block_size
-        column += run
-
-
-@routine()
-def load_values(step, task, like, start, count, v_CV):
-    """Fill v_CV with the values of positions start to start + count."""
-    v_cache = pointer(step.v_cache, like)
-    size, stride = step.value_size, round_up(step.value_size, LANES)
+    Rows that only fill up the last MANY are zeros.
+    """
+    q, group = pointer(step.q, like), step.num_heads // step.num_kv_heads
+    q_DR, positions_R, slopes_R = (
+        _floats(scratch.q_DR),
+        pointer(scratch.positions_R, np.int64),
+        _floats(scratch.slopes_R),
+    )
+    scale, num_rows = np.float32(step.scale), task.num_queries * group
     row = 0
-    while row < count:
-        block, offset, run = _block_run(step, task, start + row, start + count)
-        source = ((block * step.num_kv_heads + task.kv_head) * step.block_size + offset) * size
-        for target in range(row * stride, (row + run) * stride, stride):
-            for v in range(0, size, LANES):
-                store(v_CV, target + v, load_part(v_cache, source + v, size - v))
-            source += size
-        row += run
+    for query in range(task.num_queries):
+        for head in range(task.kv_head * group, (task.kv_head + 1) * group):
+            source = (task.first_token + query) * step.q_stride + head * step.head_size
+            target = row // MANY * MANY * step.head_size + row % MANY
+            for d in range(step.head_size):
+                q_DR[target + d * MANY] = lane(load_splat(q, source + d), 0) * scale
+            positions_R[row] = task.first_position + query
+            slopes_R[row] = pointer(step.alibi_slopes, np.float32)[head] if step.alibi_slopes != 0 else _ZERO
+            row += 1
+    for padding in range(num_rows, round_up(num_rows, MANY)):
+        target = padding // MANY * MANY * step.head_size + padding % MANY
+        for d in range(step.head_size):
+            q_DR[target + d * MANY] = _ZERO
+        positions_R[padding] = positions_R[num_rows - 1]
+
+
+# Where keys and values lie.
+
+
+@routine(forceinline=True)
+def reads_in_place(step):
+    """Return whether vectors of keys and of values lie within a block."""
+    return step.block_size % LANES == 0 and step.value_size % LANES == 0
+
+
+@routine(forceinline=True)
+def _locate(step, task, scratch, position):
+    """Return the index of the first key component of a position's block and head, divided by the head's size, and
+    where in the block the position is."""
+    if scratch.block_shift >= 0:  # a division takes as long as the products of a key
+        entry = position >> scratch.block_shift
+    else:
+        entry = position // step.block_size
+    block = np.int64(pointer(step.block_tables, np.int32)[task.seq * step.max_blocks + entry])
+    return (block * step.num_kv_heads + task.kv_head) * step.block_size, position - entry * step.block_size
+
+
+@routine(forceinline=True)
+def _half_in_place(step, task, like, scratch, position):
+    """Return the addresses of the key and the value at a position."""
+    head, offset = _locate(step, task, scratch, position)
+    k, v = pointer(step.k_cache, like), pointer(step.v_cache, like)
+    return address_of(k, head * step.head_size + offset), address_of(v, (head + offset) * step.value_size)
+
+
+@routine(forceinline=True)
+def tile_in_place(step, task, like, scratch, start, count):
+    """Return where `count` positions from `start` on lie in the cache; the second half is anywhere if there is none."""
+    k_low, v_low = _half_in_place(step, task, like, scratch, start)
+    k_high, v_high = k_low, v_low
+    if count > LANES:
+        k_high, v_high = _half_in_place(step, task, like, scratch, start + LANES)
+    return Tile(k_low, k_high, step.block_size, v_low, v_high, step.value_size)
 
 
 @routine()
-def _add_products(out, out_start, out_stride, a, a_start, a_stride, b, width, first, end):
-    """out[r] += sum of a[r, k] * b[k] over first <= k < end, in this order, for the 4 rows r of one group."""
-    for column in range(0, width, LANES):
-        at = out_start + column
-        sum_0 = load(out, at)
-        sum_1 = load(out, at + out_stride)
-        sum_2 = load(out, at + 2 * out_stride)
-        sum_3 = load(out, at + 3 * out_stride)
-        for k in range(first, end):
-            row = load(b, k * width + column)
-            sum_0 = fma(load_splat(a, a_start + k), row, sum_0)
-            sum_1 = fma(load_splat(a, a_start + a_stride + k), row, sum_1)
-            sum_2 = fma(load_splat(a, a_start + 2 * a_stride + k), row, sum_2)
-            sum_3 = fma(load_splat(a, a_start + 3 * a_stride + k), row, sum_3)
-        store(out, at, sum_0)
-        store(out, at + out_stride, sum_1)
-        store(out, at + 2 * out_stride, sum_2)
-        store(out, at + 3 * out_stride, sum_3)
+def copied_tile(step, task, like, scratch, start, count):
+    """Copy keys and values of `count` positions from `start` on; return where they lie then."""
+    k_cache, v_cache = pointer(step.k_cache, like), pointer(step.v_cache, like)
+    k_DC, v_CV = pointer(scratch.k_DC, like), pointer(scratch.v_CV, like)
+    width = round_up(step.value_size, LANES)
+    for column in range(count):
+        head, offset = _locate(step, task, scratch, start + column)
+        for d in range(step.head_size):
+            k_DC[d * TILE + column] = k_cache[head * step.head_size + d * step.block_size + offset]
+        for v in range(step.value_size):
+            v_CV[column * width + v] = v_cache[(head + offset) * step.value_size + v]
+    return Tile(scratch.k_DC, address_of(k_DC, LANES), TILE, scratch.v_CV, address_of(v_CV, LANES * width), width)
+
+
+# Products: of MANY rows with one vector, or of FEW rows with two.
 
 
 @routine()
-def _add_products_of_row(out, out_start, a, a_start, b, width, first, end):
-    """The same for one row."""
-    if first >= end:
-        return
-    for column in range(0, width, LANES):
-        total = load(out, out_start + column)
-        for k in range(first, end):
-            total = fma(load_splat(a, a_start + k), load(b, k * width + column), total)
-        store(out, out_start + column, total)
+def _score_many(q, weights, k, stride, head_size):
+    """Write the scores of MANY rows for 16 keys."""
+    q_DR, at, k_at = _floats(q), 0, 0
+    sums = zeros(MANY)
+    for _ in range(head_size):
+        sums = add_products(sums, q_DR, at, 1, load(k, k_at))
+        at, k_at = at + MANY, k_at + stride
+    store_rows(_floats(weights), 0, TILE, sums)
 
 
 @routine()
-def find_visible(step, task, start, scratch):
-    """Fill in which keys of the tile at `start` each row sees; padding rows see what the last row sees."""
-    group = step.num_heads // step.num_kv_heads
-    for row in range(len(scratch.first_visible_R)):
-        position = task.first_position + min(row // group, task.num_queries - 1)
-        scratch.first_visible_R[row] = min(max(position - step.window + 1 - start, 0), TILE)
-        scratch.end_visible_R[row] = min(max(position + 1 - start, 0), TILE)
+def _score_few(q, weights, k_low, k_high, stride, head_size, next_low, next_high):
+    """Write the scores of FEW rows for a tile; bring the next one's keys near, a memory's latency ahead."""
+    q_DR, at, k_at = _floats(q), 0, 0
+    sums = zeros(MANY)
+    for _ in range(head_size):
+        sums = add_products_of_two(sums, q_DR, at, 1, k_low, k_at, k_high, k_at)
+        prefetch(next_low, k_at)
+        prefetch(next_high, k_at)
+        at, k_at = at + MANY, k_at + stride
+    store_rows(_floats(weights), 0, TILE, sums[:FEW])
+    store_rows(_floats(weights), LANES, TILE, sums[FEW:])
 
 
 @routine()
-def _adjust_scores(step, task, start, row, scratch):
-    """Cap one row's scores of the tile at `start`, and lower those of distant keys."""
-    group = step.num_heads // step.num_kv_heads
-    cap, slope = splat(np.float32(step.soft_cap)), splat(_ZERO)
-    if step.alibi_slopes != 0:
-        slope = load_splat(pointer(step.alibi_slopes, np.float32), task.kv_head * group + row % group)
-    first_distance = start - (task.first_position + row // group)  # negative, for keys before the query
+def _weigh_many(weights, first, end, v_low, v_high, stride, out, out_stride):
+    """Add the values of keys first to end times their weights to 16 columns of MANY rows."""
+    at, v_at = first, first * stride
+    sums = load_rows(MANY, _floats(out), 0, out_stride)
+    for _ in range(first, min(end, LANES)):
+        sums = add_products(sums, _floats(weights), at, TILE, load(v_low, v_at))
+        at, v_at = at + 1, v_at + stride
+    v_at -= LANES * stride
+    for _ in range(max(first, LANES), end):
+        sums = add_products(sums, _floats(weights), at, TILE, load(v_high, v_at))
+        at, v_at = at + 1, v_at + stride
+    store_rows(_floats(out), 0, out_stride, sums)
+
+
+@routine()
+def _weigh_few(weights, first, end, v_low, v_high, stride, out, out_stride, next_low, next_high):
+    """Add the values of keys first to end times their weights to 32 columns of FEW rows; bring the next ones near."""
+    at, v_at = first, first * stride
+    sums = load_rows(FEW, _floats(out), 0, out_stride) + load_rows(FEW, _floats(out), LANES, out_stride)
+    for _ in range(first, min(end, LANES)):
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_low, v_at, v_low, v_at + LANES)
+        prefetch(next_low, v_at)
+        prefetch(next_low, v_at + LANES)
+        at, v_at = at + 1, v_at + stride
+    v_at -= LANES * stride
+    for _ in range(max(first, LANES), end):
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_high, v_at, v_high, v_at + LANES)
+        prefetch(next_high, v_at)
+        prefetch(next_high, v_at + LANES)
+        at, v_at = at + 1, v_at + stride
+    store_rows(_floats(out), 0, out_stride, sums[:FEW])
+    store_rows(_floats(out), LANES, out_stride, sums[FEW:])
+
+
+@routine()
+def _weigh_one(weights, first, end, v_low, v_high, stride, out, width):
+    """The same for all columns of one row."""
+    for key in range(first, end):
+        weight = load_splat(_floats(weights), key)
+        for column in range(0, width, LANES):
+            values = (
+                load(v_low, key * stride + column) if key < LANES else load(v_high, (key - LANES) * stride + column)
+            )
+            store(_floats(out), column, fma(weight, values, load(_floats(out), column)))
+
+
+@routine(forceinline=True)
+def _visible(step, scratch, row, start):
+    """Return the first key and the end of the keys that a row sees of the tile at `start`."""
+    position = pointer(scratch.positions_R, np.int64)[row]
+    return min(max(position - step.window + 1 - start, 0), TILE), min(max(position + 1 - start, 0), TILE)
+
+
+@routine()
+def _adjust_scores(scores, soft_cap, has_slope, slope, first_distance):
+    """Cap one row's scores, and lower those of distant keys."""
+    cap = splat(np.float32(soft_cap))
     for column in range(0, TILE, LANES):
-        scores = load(scratch.weights_RC, row * TILE + column)
-        if step.soft_cap > 0.0:
-            scores = tanh(scores / cap) * cap
-        if step.alibi_slopes != 0:
+        lanes = load(_floats(scores), column)
+        if soft_cap > 0.0:
+            lanes = tanh(lanes / cap) * cap
+        if has_slope:
             distances = lane_indices() + splat(np.float32(first_distance + column))
-            scores = fma(slope, distances, scores)
-        store(scratch.weights_RC, row * TILE + column, scores)
+            lanes = fma(splat(slope), distances, lanes)
+        store(_floats(scores), column, lanes)
 
 
 @routine()
-def _weigh(scratch, row, state_start, width):
+def _make_weights(scores, first, end, state, width):
     """Turn one row's scores into weights and bring its state to the new maximum."""
-    first, end = scratch.first_visible_R[row], scratch.end_visible_R[row]
-    at, state = row * TILE, scratch.state
-    low, high = load(scratch.weights_RC, at), load(scratch.weights_RC, at + LANES)
-    hidden = splat(_MINUS_INFINITY)
-    old = state[state_start]
-    new = largest_lane(maximum(keep(low, 0, first, end, hidden), keep(high, LANES, first, end, hidden)))
+    weights_C, state = _floats(scores), _floats(state)
+    low, high = load(weights_C, 0), load(weights_C, LANES)
+    if end - first < TILE:
+        low = keep(low, 0, first, end, splat(_MINUS_INFINITY))
+        high = keep(high, LANES, first, end, splat(_MINUS_INFINITY))
+    old = state[0]
+    new = largest_lane(maximum(low, high))
     new = new if new > old else old
-    low = keep(exp(low - splat(new)), 0, first, end, splat(_ZERO))
-    high = keep(exp(high - splat(new)), LANES, first, end, splat(_ZERO))
-    store(scratch.weights_RC, at, low)
-    store(scratch.weights_RC, at + LANES, high)
-    sums_start = state_start + LANES
+    low, high = exp(low - splat(new)), exp(high - splat(new))
+    if end - first < TILE:
+        low, high = keep(low, 0, first, end, splat(_ZERO)), keep(high, LANES, first, end, splat(_ZERO))
+    store(weights_C, 0, low)
+    store(weights_C, LANES, high)
     if new != old:  # else the factor is exactly 1
         factor = exp(splat(old - new))
-        state[state_start] = new
-        for column in range(sums_start, sums_start + LANES + width, LANES):
+        state[0] = new
+        for column in range(LANES, 2 * LANES + width, LANES):
             store(state, column, load(state, column) * factor)
-    store(state, sums_start, load(state, sums_start) + (low + high))
+    store(state, LANES, load(state, LANES) + (low + high))
 
 
-@routine()
-def _add_values(scratch, row, stride, width):
-    """Add the weighted values to the outputs of 4 rows: what all see together, the rest row by row, keys in order."""
-    out_start = row * stride + 2 * LANES
-    common_first, common_end = 0, TILE
-    for r in range(row, row + ROW_GROUP):
-        common_first = max(common_first, scratch.first_visible_R[r])
-        common_end = min(common_end, scratch.end_visible_R[r])
-    common_end = max(common_end, common_first)
-    for r in range(ROW_GROUP):
-        first, end = scratch.first_visible_R[row + r], min(scratch.end_visible_R[row + r], common_first)
-        _add_products_of_row(
-            scratch.state, out_start + r * stride, scratch.weights_RC, (row + r) * TILE, scratch.v_CV, width, first, end
-        )
-    _add_products(
-        scratch.state,
-        out_start,
-        stride,
-        scratch.weights_RC,
-        row * TILE,
-        TILE,
-        scratch.v_CV,
-        width,
-        common_first,
-        common_end,
-    )
-    for r in range(ROW_GROUP):
-        first, end = max(scratch.first_visible_R[row + r], common_end), scratch.end_visible_R[row + r]
-        _add_products_of_row(
-            scratch.state, out_start + r * stride, scratch.weights_RC, (row + r) * TILE, scratch.v_CV, width, first, end
-        )
+@routine(forceinline=True)
+def _score(step, tile, next_tile, like, q, weights, num_rows, num_keys):
+    """Write the scores of up to MANY rows."""
+    k_low, k_high = pointer(tile.k_low, like), pointer(tile.k_high, like)
+    if num_rows <= FEW:
+        next_low, next_high = pointer(next_tile.k_low, like), pointer(next_tile.k_high, like)
+        _score_few(q, weights, k_low, k_high, tile.k_stride, step.head_size, next_low, next_high)
+        return
+    _score_many(q, weights, k_low, tile.k_stride, step.head_size)
+    if num_keys > LANES:
+        _score_many(q, weights + 4 * LANES, k_high, tile.k_stride, step.head_size)
 
 
-@routine()
-def attend_tile(step, task, start, num_rows, scratch):
-    """Add the loaded tile, whose keys begin at position `start`, to the states of all rows."""
-    has_adjustments = step.soft_cap > 0.0 or step.alibi_slopes != 0
+@routine(forceinline=True)
+def _column(address, column, like):
+    """Return the values at an address from `column` on."""
+    return pointer(address_of(pointer(address, like), column), like)
+
+
+@routine(forceinline=True)
+def _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out):
+    """Add the values of keys first to end times their weights to the outputs of up to MANY rows."""
+    width, stride, column = round_up(step.value_size, LANES), state_stride(step), 0
+    if num_rows <= FEW:
+        while column + LANES < width:
+            v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
+            next_low, next_high = _column(next_tile.v_low, column, like), _column(next_tile.v_high, column, like)
+            target = out + 4 * column
+            _weigh_few(weights, first, end, v_low, v_high, tile.v_stride, target, stride, next_low, next_high)
+            column += 2 * LANES
+    while column < width:
+        v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
+        _weigh_many(weights, first, end, v_low, v_high, tile.v_stride, out + 4 * column, stride)
+        column += LANES
+
+
+@routine(forceinline=True)
+def _add_values(step, tile, next_tile, like, row, num_rows, start, scratch):
+    """Add the weighted values to the outputs of up to MANY rows: what all see together, the rest one by one.
+
+    A row's keys are in order nevertheless.
+    """
     width, stride = round_up(step.value_size, LANES), state_stride(step)
-    head_size = round_up(step.head_size, LANES)
-    for row in range(0, num_rows, ROW_GROUP):
-        last = min(row + ROW_GROUP, num_rows)
-        if scratch.end_visible_R[last - 1] <= 0 or scratch.first_visible_R[row] >= TILE:
+    v_low, v_high = pointer(tile.v_low, like), pointer(tile.v_high, like)
+    weights, out = scratch.weights_RC + 4 * row * TILE, scratch.state + 4 * (row * stride + 2 * LANES)
+    first, end = _visible(step, scratch, row + num_rows - 1, start)[0], _visible(step, scratch, row, start)[1]
+    end = max(first, end)
+    for r in range(num_rows):
+        own_first, own_end = _visible(step, scratch, row + r, start)
+        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+        _weigh_one(own_weights, own_first, min(own_end, first), v_low, v_high, tile.v_stride, own_out, width)
+    _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out)
+    for r in range(num_rows):
+        own_first, own_end = _visible(step, scratch, row + r, start)
+        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+        _weigh_one(own_weights, max(own_first, end), own_end, v_low, v_high, tile.v_stride, own_out, width)
+
+
+@routine(forceinline=True)
+def attend_tile(step, tile, next_tile, like, start, count, num_rows, scratch):
+    """Add a tile, whose keys begin at position `start`, to the states of all rows."""
+    has_slopes, width, stride = step.alibi_slopes != 0, round_up(step.value_size, LANES), state_stride(step)
+    for row in range(0, num_rows, MANY):
+        rows = min(MANY, num_rows - row)
+        first, _ = _visible(step, scratch, row, start)
+        _, end = _visible(step, scratch, row + rows - 1, start)
+        if first >= end:
             continue
-        for column in range(row * TILE, (row + ROW_GROUP) * TILE, LANES):
-            store(scratch.weights_RC, column, splat(_ZERO))
-        _add_products(
-            scratch.weights_RC,
-            row * TILE,
-            TILE,
-            scratch.q_RD,
-            row * head_size,
-            head_size,
-            scratch.k_DC,
-            TILE,
-            0,
-            step.head_size,
-        )
-        for r in range(row, last):
-            if scratch.first_visible_R[r] < scratch.end_visible_R[r]:
-                if has_adjustments:
-                    _adjust_scores(step, task, start, r, scratch)
-                _weigh(scratch, r, r * stride, width)
-        _add_values(scratch, row, stride, width)
+        weights = scratch.weights_RC + 4 * row * TILE
+        _score(step, tile, next_tile, like, scratch.q_DR + 4 * row * step.head_size, weights, rows, count)
+        for r in range(row, row + rows):
+            first, end = _visible(step, scratch, r, start)
+            if first >= end:
+                continue
+            scores = scratch.weights_RC + 4 * r * TILE
+            if has_slopes or step.soft_cap > 0.0:
+                distance = start - pointer(scratch.positions_R, np.int64)[r]  # negative, for keys before the query
+                slope = _floats(scratch.slopes_R)[r]
+                _adjust_scores(scores, step.soft_cap, has_slopes, slope, distance)
+            _make_weights(scores, first, end, scratch.state + 4 * r * stride, width)
+        _add_values(step, tile, next_tile, like, row, rows, start, scratch)

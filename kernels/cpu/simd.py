@@ -25,6 +25,7 @@ from numba.extending import intrinsic, overload, register_model
 from kernels.cpu.jit import routine
 
 LANES = 16
+REGISTER_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
 
 _FLOAT = ir.FloatType()
 _INT32 = ir.IntType(32)
@@ -122,6 +123,16 @@ def pointer(typingctx, address, like):
         return builder.inttoptr(args[0], context.get_value_type(result))
 
     return result(types.int64, like), generate
+
+
+@intrinsic
+def address_of(typingctx, memory, index):
+    """Return the address of an element as int64."""
+
+    def generate(context, builder, signature, args):
+        return builder.ptrtoint(_address(context, builder, memory, *args), _INT64)
+
+    return types.int64(memory, types.int64), generate
 
 
 @intrinsic
@@ -223,6 +234,20 @@ def fetch_add(typingctx, memory, amount):
         return builder.atomic_rmw("add", address, args[1], "monotonic")
 
     return types.int64(memory, types.int64), generate
+
+
+@intrinsic
+def prefetch(typingctx, memory, index):
+    """Have the cache line of an element brought near; it may be anything."""
+
+    def generate(context, builder, signature, args):
+        place = _address(context, builder, memory, *args)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, _INT32, _INT32, _INT32])
+        function = builder.module.declare_intrinsic("llvm.prefetch", (place.type,), kind)
+        builder.call(function, [place, *(ir.Constant(_INT32, value) for value in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.none(memory, types.int64), generate
 
 
 # Arithmetic.
@@ -375,6 +400,36 @@ def zeros(typingctx, count):
     return result(count), generate
 
 
+@intrinsic(prefer_literal=True)
+def load_rows(typingctx, count, memory, index, stride):
+    """Return a tuple of `count` vectors, `stride` elements of float32 memory apart, from `index`; a constant count."""
+    result = types.UniTuple(vector, count.literal_value)
+
+    def generate(context, builder, signature, args):
+        _, memory, index, stride = args
+        rows = []
+        for _ in range(result.count):
+            rows.append(_read(builder, _address(context, builder, signature.args[1], memory, index), signature.args[1]))
+            index = builder.add(index, stride)
+        return context.make_tuple(builder, result, rows)
+
+    return result(count, memory, types.int64, types.int64), generate
+
+
+@intrinsic
+def store_rows(typingctx, memory, index, stride, rows):
+    """Write a tuple of vectors `stride` elements of float32 memory apart from `index` on."""
+
+    def generate(context, builder, signature, args):
+        memory, index, stride, rows = args
+        for row in cgutils.unpack_tuple(builder, rows):
+            _write(builder, row, _address(context, builder, signature.args[0], memory, index), signature.args[0])
+            index = builder.add(index, stride)
+        return context.get_dummy_value()
+
+    return types.none(memory, types.int64, types.int64, rows), generate
+
+
 @intrinsic
 def add_products(typingctx, sums, memory, index, stride, row):
     """Return fma(x, row, sum) for each of a tuple of sums; x are elements of `memory`, `stride` apart, from `index`."""
@@ -392,6 +447,54 @@ def add_products(typingctx, sums, memory, index, stride, row):
         return context.make_tuple(builder, signature.return_type, added)
 
     return sums(sums, memory, types.int64, types.int64, vector), generate
+
+
+@intrinsic
+def add_products_of_two(typingctx, sums, memory, index, stride, left, left_index, right, right_index):
+    """As add_products of two vectors, which lie in memory; `sums` are those of the left one, then the right one's.
+
+    It is done register by register: whole vectors with as many sums would be one register too many.
+    """
+
+    def generate(context, builder, signature, args):
+        sums, memory, index, stride, left, left_index, right, right_index = args
+        sums, width = cgutils.unpack_tuple(builder, sums), REGISTER_LANES
+        part = ir.VectorType(_FLOAT, width)
+        name = f"llvm.fma.v{width}f32"
+        fused = builder.module.declare_intrinsic(name, (), ir.FunctionType(part, [part] * 3))
+        num_rows = len(sums) // 2
+        factors = []
+        for _ in range(num_rows):
+            address = _address(context, builder, signature.args[1], memory, index)
+            x = builder.load(builder.bitcast(address, _FLOAT.as_pointer()))
+            factors.append(_elements(builder, _broadcast(builder, x), range(width)))
+            index = builder.add(index, stride)
+        added = []
+        for side, (kind, vectors, at) in enumerate(
+            ((signature.args[4], left, left_index), (signature.args[6], right, right_index))
+        ):
+            parts = [[] for _ in range(num_rows)]
+            for first in range(0, LANES, width):
+                address = _address(context, builder, kind, vectors, builder.add(at, ir.Constant(_INT64, first)))
+                raw_kind = ir.VectorType(_lane_type(kind), width)
+                raw = builder.load(builder.bitcast(address, raw_kind.as_pointer()), align=kind.dtype.bitwidth // 8)
+                if raw.type != part:
+                    words = ir.VectorType(_INT32, width)
+                    raw = builder.shl(builder.zext(raw, words), ir.Constant(words, [16] * width))
+                    raw = builder.bitcast(raw, part)
+                for row in range(num_rows):
+                    total = _elements(builder, sums[side * num_rows + row], range(first, first + width))
+                    parts[row].append(builder.call(fused, [factors[row], raw, total]))
+            for low, *high in parts:
+                for other in high:
+                    low = builder.shuffle_vector(
+                        low, other, ir.Constant(ir.VectorType(_INT32, LANES), list(range(LANES)))
+                    )
+                added.append(low)
+        return context.make_tuple(builder, signature.return_type, added)
+
+    integers = [types.int64] * 2
+    return sums(sums, memory, *integers, left, types.int64, right, types.int64), generate
 
 
 def _integers(count: int, bits: int) -> Any:
@@ -538,9 +641,9 @@ def keep(typingctx, value, first, start, stop, other):
 
     def generate(context, builder, signature, args):
         value, first, start, stop, other = args
-        lanes = builder.add(_broadcast(builder, first), _ints(64, list(range(LANES))))
-        above = builder.icmp_signed(">=", lanes, _broadcast(builder, start))
-        below = builder.icmp_signed("<", lanes, _broadcast(builder, stop))
+        first, start, stop = (_broadcast(builder, builder.trunc(value, _INT32)) for value in (first, start, stop))
+        lanes = builder.add(first, _ints(32, list(range(LANES))))
+        above, below = builder.icmp_signed(">=", lanes, start), builder.icmp_signed("<", lanes, stop)
         return builder.select(builder.and_(above, below), value, other)
 
     return vector(vector, types.int64, types.int64, types.int64, vector), generate
