@@ -47,14 +47,14 @@ class PartTiming(msgspec.Struct, frozen=True):
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """A decode step by part, kernel by kernel. Its parts' medians add up to about the median of the step."""
+    """A decode step by part, as a server does it. Its parts' medians add up to about the median of the step."""
 
     batch: int
     context: int
     repeats: int
     median_s: float
-    clocks_s: float  # what the clocks around the kernels add
-    num_calls: int  # of kernels
+    clocks_s: float  # what the clocks around the calls add
+    num_calls: int  # of kernels; of compiled layers, one for all
     parts: list[PartTiming]
 
 
@@ -164,7 +164,7 @@ def _row(*first: int, timing: Timing) -> list[str]:
 def _profile(profile: Profile) -> str:
     title = (
         f"One decode step, batch {profile.batch}, context {profile.context}: {1000 * profile.median_s:.2f} ms, of which"
-        f" the clocks around {profile.num_calls} kernels take {1000 * profile.clocks_s:.2f}"
+        f" the clocks around {profile.num_calls} calls take {1000 * profile.clocks_s:.2f}"
     )
     rows = (
         [

@@ -1,21 +1,23 @@
 """A model's step taken apart: the kernels that it calls, and what lies between their calls.
 
 The functions of `TimedBackend` are those of a Backend, each with a clock around it. `Stopwatch` gives them to a runner
-in place of its own, without the model's knowing, and takes them back.
+in place of its own, without the model's knowing, and takes them back. Layers that are compiled into one call are run as
+ever; they have clocks of their own, and `TimedLayers` reads them.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor, nn
 
 from bench.step.floor import ATTENTION, KV_STORE, NORMS
 from executor.inputs import StepInputs
 from executor.memory import KVCaches
-from executor.models import Model
+from executor.models import Decoder, Model
+from executor.models.decoder import CompiledLayers
 from executor.runner import ModelRunner
 from kernels import Backend
 from protocol.messages import Step
@@ -30,14 +32,8 @@ PART_OF = {
     "add_rms_norm": NORMS,
     "silu_and_mul": "activation",
 }
+Call: TypeAlias = Mapping[str, int]  # nanoseconds of each part that a call does: one, unless layers are compiled
 clock_ns = time.perf_counter_ns
-
-
-class Call(NamedTuple):
-    """A call of a backend's function."""
-
-    part: str
-    time_ns: int
 
 
 class TimedBackend:
@@ -58,7 +54,7 @@ def timed_call(function: Callable[..., Any], part: str, calls: list[Call]) -> Ca
     def timed(*args: Any, **kwargs: Any) -> Any:
         start_ns = clock_ns()
         result = function(*args, **kwargs)
-        calls.append(Call(part, clock_ns() - start_ns))
+        calls.append({part: clock_ns() - start_ns})
         return result
 
     return timed
@@ -70,10 +66,23 @@ def timed_product(function: Callable[..., Any], names: Mapping[int, str], calls:
     def timed(x: Any, layer: object, *args: Any, **kwargs: Any) -> Any:
         start_ns = clock_ns()
         result = function(x, layer, *args, **kwargs)
-        calls.append(Call(names[id(layer)], clock_ns() - start_ns))
+        calls.append({names[id(layer)]: clock_ns() - start_ns})
         return result
 
     return timed
+
+
+class TimedLayers:
+    """Compiled layers that note what each part of them takes."""
+
+    def __init__(self, layers: CompiledLayers, calls: list[Call]) -> None:
+        self._layers = layers
+        self._calls = calls
+
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        hidden_TE, times_ns = self._layers.profile(inputs, kv_caches)
+        self._calls.append(times_ns)
+        return hidden_TE
 
 
 class Span(NamedTuple):
@@ -125,7 +134,8 @@ class Stopwatch:
         try:
             _hand(cast(nn.Module, model), timed)
             runner.model, runner.backend = self._model, timed
-            yield
+            with _timed_layers(model, self._backend.calls):
+                yield
         finally:
             _hand(cast(nn.Module, model), plain)
             runner.model, runner.backend = model, plain
@@ -134,7 +144,7 @@ class Stopwatch:
         """Do a step that samples and return what each part took; the parts add up to the step.
 
         PACKING is all before the model is called, SAMPLING all that is neither that nor the model; BETWEEN is what the
-        model does beside calling kernels: Python, and torch.
+        model does beside calling kernels: Python, torch, and what it takes to call layers that are compiled.
         """
         self._model.spans.clear()
         self._model.calls.clear()
@@ -142,16 +152,16 @@ class Stopwatch:
         self._runner.run(step)
         end_ns = clock_ns()
         parts = Counter({PACKING: self._model.spans[0].start_ns - start_ns})
-        for part, time_ns in self._model.calls:
-            parts[part] += time_ns
+        for call in self._model.calls:
+            parts.update(call)
         in_model_ns = sum(span.end_ns - span.start_ns for span in self._model.spans)
-        parts[BETWEEN] = in_model_ns - sum(time_ns for _, time_ns in self._model.calls)
+        parts[BETWEEN] = in_model_ns - sum(sum(call.values()) for call in self._model.calls)
         parts[SAMPLING] = end_ns - start_ns - in_model_ns - parts[PACKING]
         return parts
 
     @property
     def num_calls(self) -> int:
-        """Return how many calls of the backend the model made in the last step."""
+        """Return how many calls of the backend the model made in the last step; of compiled layers, one for all."""
         return len(self._model.calls)
 
 
@@ -170,6 +180,20 @@ def _mean_ns(function: Callable[[None, None], object], num_calls: int) -> float:
     for _ in range(num_calls):
         function(None, None)
     return (clock_ns() - start_ns) / num_calls
+
+
+@contextmanager
+def _timed_layers(model: Model, calls: list[Call]) -> Iterator[None]:
+    """Let a model whose layers are compiled add their times to `calls`."""
+    if not isinstance(model, Decoder) or model.compiled is None:
+        yield
+        return
+    layers = model.compiled
+    try:
+        model.compiled = cast(CompiledLayers, TimedLayers(layers, calls))
+        yield
+    finally:
+        model.compiled = layers
 
 
 def _hand(model: nn.Module, backend: Backend) -> None:

@@ -4,6 +4,7 @@ This page follows `executor.models.decoder`, line by line, and computes the same
 in for it where all weights of the layers are in panels and no other rank takes part.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from executor.memory import KVCaches
 from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
 from executor.models.layers import Linear, RMSNorm
 from kernels import cpu
-from kernels.cpu import OPERATIONS, PanelLinear, Program
+from kernels.cpu import PanelLinear, Program
 
 # T tokens of this step, E hidden size, H query heads, K key/value heads, D head size, I intermediate size
 
@@ -32,10 +33,23 @@ class CompiledDecoder:
         self._written: Written | None = None
         self.on_layers: Callable[[int], object] = lambda num_layers: None  # is told how many layers were just done
 
-    def forward(self, inputs: StepInputs, kv_caches: KVCaches, times_ns: np.ndarray | None = None) -> Tensor:
-        """Return what DecoderStack.forward returns. `times_ns` is that of `Program.run`."""
+    def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
+        """Return what DecoderStack.forward returns."""
+        return self._run(self._for(len(inputs.token_ids_T), kv_caches), inputs)
+
+    @torch.inference_mode()
+    def profile(self, inputs: StepInputs, kv_caches: KVCaches) -> tuple[Tensor, dict[str, int]]:
+        """Return what `forward` returns, and the nanoseconds that each part took: products by their layer's name."""
+        written = self._for(len(inputs.token_ids_T), kv_caches)
+        times_ns = np.zeros(written.program.num_operations, np.int64)
+        hidden_TE = self._run(written, inputs, times_ns)
+        by_part: Counter[str] = Counter()
+        for part, time_ns in zip(written.parts, times_ns.tolist(), strict=True):
+            by_part[part] += time_ns
+        return hidden_TE, by_part
+
+    def _run(self, written: "Written", inputs: StepInputs, times_ns: np.ndarray | None = None) -> Tensor:
         num_tokens = len(inputs.token_ids_T)
-        written = self._for(num_tokens, kv_caches)
         written.x_TE[:num_tokens] = self._stack.embed_tokens(inputs.token_ids_T)
         written.residual_TE[:num_tokens] = 0
         written.program.run(
@@ -48,13 +62,6 @@ class CompiledDecoder:
             times_ns,
         )
         return written.normed_TE[:num_tokens].clone()  # the next step overwrites it
-
-    @torch.inference_mode()
-    def profile(self, inputs: StepInputs, kv_caches: KVCaches) -> dict[str, int]:
-        """Do a step and return the nanoseconds of each kind of operation."""
-        times_ns = np.zeros(len(OPERATIONS), np.int64)
-        self.forward(inputs, kv_caches, times_ns)
-        return {operation.name: int(times_ns[operation.number]) for operation in OPERATIONS}
 
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:
@@ -69,6 +76,7 @@ class Written:
 
     def __init__(self, stack: DecoderStack, kv_caches: KVCaches, num_rows: int) -> None:
         self.program = program = Program(num_rows, stack.norm.weight.dtype)
+        self.parts: list[str] = []  # of the model, to which the program's operations belong
         hidden_size = len(stack.norm.weight)
         self.x_TE, self.normed_TE = program.new(hidden_size), program.new(hidden_size)
         self.residual_TE = program.new(hidden_size, dtype=torch.float32)
@@ -90,19 +98,30 @@ class Written:
 
     def _add_norm(self, norm: RMSNorm) -> None:
         self.program.add_rms_norm(self.x_TE, self.residual_TE, norm.weight, norm.eps, self.normed_TE)
+        self._note("norms")
+
+    def _add_linear(self, part: str, x_TE: Tensor, linear: Linear, out_TN: Tensor) -> None:
+        self.program.linear(x_TE, _packed(linear), out_TN)
+        self._note(part)
+
+    def _note(self, part: str) -> None:
+        """Let the operations that were written since the last note belong to `part`."""
+        self.parts += [part] * (self.program.num_operations - len(self.parts))
 
     def _attention(self, attention: Attention, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> None:
         heads = [attention.num_heads, attention.num_kv_heads, attention.num_kv_heads]
-        self.program.linear(self.normed_TE, _packed(attention.qkv_proj), self.qkv_TXD.flatten(1))
+        self._add_linear("qkv_proj", self.normed_TE, attention.qkv_proj, self.qkv_TXD.flatten(1))
         q_THD, k_TKD, v_TKD = torch.split(self.qkv_TXD, heads, dim=1)
         if attention.q_norm is not None and attention.k_norm is not None:
             self.program.rms_norm(q_THD, attention.q_norm.weight, attention.q_norm.eps, self.q_THD)
             self.program.rms_norm(k_TKD, attention.k_norm.weight, attention.k_norm.eps, self.k_TKD)
+            self._note("norms")
             q_THD, k_TKD = self.q_THD, self.k_TKD
         if attention.alibi_slopes_H is None:
             self.program.rotate_and_store_kv(q_THD, k_TKD, v_TKD, cos_sin_PR, *kv_cache)
         else:
             self.program.store_kv(k_TKD, v_TKD, *kv_cache)
+        self._note("rotary, KV store")
         self.program.paged_attention(
             q_THD,
             *kv_cache,
@@ -111,12 +130,14 @@ class Written:
             attention.alibi_slopes_H,
             self.out_THD,
         )
-        self.program.linear(self.out_THD.flatten(1), _packed(attention.o_proj), self.x_TE)
+        self._note("attention")
+        self._add_linear("o_proj", self.out_THD.flatten(1), attention.o_proj, self.x_TE)
 
     def _mlp(self, mlp: MLP) -> None:
-        self.program.linear(self.normed_TE, _packed(mlp.gate_up_proj), self.gate_up_T2I)
+        self._add_linear("gate_up_proj", self.normed_TE, mlp.gate_up_proj, self.gate_up_T2I)
         self.program.silu_and_mul(self.gate_up_T2I, self.activated_TI)
-        self.program.linear(self.activated_TI, _packed(mlp.down_proj), self.x_TE)
+        self._note("activation")
+        self._add_linear("down_proj", self.activated_TI, mlp.down_proj, self.x_TE)
 
 
 def compile_decoder(decoder: Decoder) -> CompiledDecoder | None:

@@ -155,6 +155,8 @@ class CompiledLayers(Protocol):
 
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor: ...
 
+    def profile(self, inputs: StepInputs, kv_caches: KVCaches) -> tuple[Tensor, dict[str, int]]: ...
+
 
 class Decoder(Module):
     """A causal language model over a paged KV cache."""

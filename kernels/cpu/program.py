@@ -57,6 +57,11 @@ class Program:
         self._of_parts: dict[tuple[int, int], Tensor] = {}
         self._arrays: tuple[np.ndarray, np.ndarray] | None = None
 
+    @property
+    def num_operations(self) -> int:
+        """Return how many operations were written so far."""
+        return len(self._rows)
+
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for `num_rows` rows of `shape`, in the program's dtype or another."""
         return torch.empty(self.num_rows, *shape, dtype=dtype or self.dtype)
@@ -186,12 +191,15 @@ class Program:
     ) -> None:
         """Do it all for the first rows of the tensors, as many as there are positions.
 
-        `on_layers` is told after each call how many layers it ended. `times_ns` (int64, a place for each Operation) is
-        added to. Raises ValueError or IndexError as the functions of `kernels.backend` do, before anything is done.
+        `on_layers` is told after each call how many layers it ended. `times_ns` (int64, a place for each operation)
+        is added to. Raises ValueError or IndexError as the functions of `kernels.backend` do, before anything is done.
         """
         num_tokens, (num_seqs, max_blocks) = len(positions_T), block_tables_SM.shape
         if num_tokens > self.num_rows:
             raise ValueError(f"{num_tokens} tokens, the program has room for {self.num_rows}")
+        times_ns = np.empty(0, np.int64) if times_ns is None else times_ns
+        if len(times_ns) not in (0, self.num_operations):
+            raise ValueError(f"places for {len(times_ns)} times, the program has {self.num_operations} operations")
         require_shape("slot_mapping", slot_mapping_T, (num_tokens,))
         require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         require_shape("seq_lens", seq_lens_S, (num_seqs,))
@@ -201,7 +209,6 @@ class Program:
         require_inside("slot", slot_mapping_T, -(2**63), self._num_slots)
         addresses = [tensor.data_ptr() for tensor in (positions_T, slot_mapping_T, *indices)]
         inputs = (num_tokens, num_seqs, max_blocks, *addresses)
-        times_ns = np.empty(0, np.int64) if times_ns is None else times_ns
         for first, end, num_layers in self._calls(num_tokens):
             outcome = run(*self._ready(), first, end, inputs, times_ns, torch.get_num_threads())
             if outcome == NO_MEMORY:

@@ -13,7 +13,7 @@ from kernels.cpu.operations import Row, Shared, attention_step, call, known
 from kernels.cpu.team import TEAM_SIZE, join, meet, now_ns, num_members, publish
 
 DONE, NO_MEMORY = -1, -2
-_ADDRESS, _MEETS, _KIND, _NEXT_TASK = range(len(Row._fields))
+_ADDRESS, _MEETS, _, _NEXT_TASK = range(len(Row._fields))
 _NUM_SHARED = len(Shared._fields)
 _TEAM, _TASKS, _PARTIALS, _NUM_PARTIALS, _PLANS = range(Shared._fields.index("team"), _NUM_SHARED)
 _FAILED = TEAM_SIZE - 8  # a place behind those of `kernels.cpu.team`
@@ -29,7 +29,7 @@ class Plans(NamedTuple):
 
 @routine()
 def _walk(ops, team, shared, times_ns, number, num_threads):
-    """Do this thread's share of all operations; number 0 adds the time of each to its kind's."""
+    """Do this thread's share of all operations; number 0 adds the time of each to its place."""
     is_timed = number == 0 and len(times_ns) > 0
     before_ns = now_ns()
     at, row_bytes = np.int64(ops.ctypes.data), ops.shape[1] * 8
@@ -41,7 +41,7 @@ def _walk(ops, team, shared, times_ns, number, num_threads):
             meet(np.int64(team.ctypes.data), num_threads)
         if is_timed:
             after_ns = now_ns()
-            times_ns[ops[index, _KIND]] += after_ns - before_ns
+            times_ns[index] += after_ns - before_ns
             before_ns = after_ns
         at += row_bytes
 
@@ -111,7 +111,7 @@ def run(ops, kinds, first, end, inputs, times_ns, num_threads):
     """Do operations `first` to `end`. `kinds` has one index for each kind of attention; `inputs` is Shared to `team`.
 
     Return DONE, NO_MEMORY, or the first sequence whose lengths or block table point outside: then nothing was done.
-    `times_ns` has a place for each of OPERATIONS, or none.
+    `times_ns` has a place for each of `ops`, or none.
     """
     team, shared = np.zeros(TEAM_SIZE, np.int64), np.zeros(_NUM_SHARED, np.int64)
     for field, value in enumerate(inputs):
@@ -124,5 +124,5 @@ def run(ops, kinds, first, end, inputs, times_ns, num_threads):
     shared[_PARTIALS], shared[_NUM_PARTIALS] = plans.partials.ctypes.data, len(plans.partials)
     rows = ops[first:end]
     rows[:, _NEXT_TASK] = 0
-    _walk_together(rows, team, shared, plans, times_ns, num_threads)
+    _walk_together(rows, team, shared, plans, times_ns[first:end], num_threads)
     return NO_MEMORY if team[_FAILED] else DONE

@@ -1,5 +1,6 @@
 """The compiled decoder gives the bits of the decoder that is the truth, whatever a checkpoint's options."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.step.floor import ATTENTION, KV_STORE, NORMS
 from executor.models import Decoder, load_model, read_model_config
-from executor.models.compiled import compile_decoder
+from executor.models.compiled import Written, compile_decoder
 from executor.models.config import ModelConfig
 from executor.quantization import round_weight
 from executor.server import StepProgress
@@ -92,14 +94,33 @@ def test_layers_are_counted(config: ModelConfig) -> None:
         assert progress.layers_done == 3
 
 
-def test_the_profile_names_what_takes_the_time(config: ModelConfig) -> None:
-    model = load(config, torch.float32)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_profile_is_that_of_a_step_and_names_its_parts(config: ModelConfig, options: dict[str, Any]) -> None:
+    model = load(replace(config, **options), torch.float32)
     compiled = model.compiled = compile_decoder(model)
     assert compiled is not None
     decoding = PagedDecoding(model, 4, 4, torch.float32)
     inputs, kv_caches = decoding._inputs({0: [1, 2, 3]}), decoding._kv_caches
-    taken = {name for name, num_ns in compiled.profile(inputs, kv_caches).items() if num_ns > 0}
-    assert taken == {"add_rms_norm", "product", "rotate", "store_kv", "paged_attention", "silu_and_mul"}
+    start_ns = time.perf_counter_ns()
+    hidden_TE, times_ns = compiled.profile(inputs, kv_caches)
+    end_ns = time.perf_counter_ns()
+    assert torch.equal(hidden_TE, model.forward(inputs, kv_caches))
+    products = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    assert times_ns.keys() == {ATTENTION, KV_STORE, NORMS, "activation", *products}
+    assert min(times_ns.values()) > 0
+    assert sum(times_ns.values()) <= end_ns - start_ns
+
+
+def test_each_operation_belongs_to_a_part(config: ModelConfig) -> None:
+    """With norms of heads, and parts of a layer that are multiplied one by one and copied side by side."""
+    model = load(replace(config, qk_norm=True), torch.float32)
+    for layer in model.model.layers:
+        packed = [cpu.pack_linear(round_weight(torch.randn(size, 64), 4)) for size in (64, 32, 32)]
+        layer.self_attn.qkv_proj.packed = packed
+    written = Written(model.model, PagedDecoding(model, 4, 4, torch.float32)._kv_caches, 1)
+    layer_parts = [NORMS, *6 * ["qkv_proj"], NORMS, NORMS, KV_STORE, KV_STORE, ATTENTION, "o_proj"]
+    layer_parts += [NORMS, "gate_up_proj", "activation", "down_proj"]
+    assert written.parts == [*3 * layer_parts, NORMS]
 
 
 @pytest.mark.parametrize("others", [{"quantization": "auto"}, {"backend": reference}], ids=["plain", "reference"])

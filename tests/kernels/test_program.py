@@ -82,11 +82,19 @@ def layer_of(num_outputs: int) -> cpu.PanelLinear:
     return layer
 
 
-def test_the_time_of_each_operation_is_added_to_its_kinds() -> None:
-    program, _, _ = gated()
-    times_ns = np.zeros(len(cpu.OPERATIONS), np.int64)
-    program.run(**inputs(), on_layers=lambda num_layers: None, times_ns=times_ns)
-    assert [cpu.OPERATIONS[kind].name for kind in times_ns.nonzero()[0]] == ["silu_and_mul"]
+@pytest.mark.parametrize("call_products", [1, 10**9], ids=["many calls", "one call"])
+def test_the_time_of_each_operation_is_added_to_its_place(call_products: int) -> None:
+    program, layer = cpu.Program(2, torch.float32, call_products), layer_of(SIZE)
+    x_TE = program.new(SIZE)
+    for _ in range(3):
+        program.linear(x_TE, [layer], x_TE)
+        program.end_layer()
+    times_ns = np.full(program.num_operations, -(2**62))
+    program.run(**inputs(2), on_layers=lambda num_layers: None, times_ns=times_ns)
+    assert len(times_ns) == 3
+    assert (times_ns > -(2**62)).all()
+    with pytest.raises(ValueError, match="places for 2 times, the program has 3 operations"):
+        program.run(**inputs(2), on_layers=lambda num_layers: None, times_ns=times_ns[:2])
 
 
 def attending() -> tuple[cpu.Program, Tensor]:
