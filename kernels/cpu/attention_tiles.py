@@ -152,10 +152,8 @@ def reads_in_place(step):
 def _locate(step, task, scratch, position):
     """Return the index of the first key component of a position's block and head, divided by the head's size, and
     where in the block the position is."""
-    if scratch.block_shift >= 0:  # a division takes as long as the products of a key
-        entry = position >> scratch.block_shift
-    else:
-        entry = position // step.block_size
+    # A division takes as long as the products of a key.
+    entry = position >> scratch.block_shift if scratch.block_shift >= 0 else position // step.block_size
     block = np.int64(pointer(step.block_tables, np.int32)[task.seq * step.max_blocks + entry])
     return (block * step.num_kv_heads + task.kv_head) * step.block_size, position - entry * step.block_size
 

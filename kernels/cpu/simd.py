@@ -473,7 +473,7 @@ def add_products_of_two(typingctx, sums, memory, index, stride, left, left_index
         for side, (kind, vectors, at) in enumerate(
             ((signature.args[4], left, left_index), (signature.args[6], right, right_index))
         ):
-            parts = [[] for _ in range(num_rows)]
+            parts: list[list[ir.Value]] = [[] for _ in range(num_rows)]
             for first in range(0, LANES, width):
                 address = _address(context, builder, kind, vectors, builder.add(at, ir.Constant(_INT64, first)))
                 raw_kind = ir.VectorType(_lane_type(kind), width)
