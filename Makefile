@@ -4,6 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
 # A file's tests share servers and models, so they stay on one of the two workers; in order, as the longest file is not last.
 WHOLE_SUITE := -n 2 --dist loadscope --no-loadscope-reorder
 
@@ -19,7 +20,8 @@ help:
 	@echo "  make serve         set up, then serve the demo model on http://127.0.0.1:8000 until Ctrl-C"
 	@echo "  make serve ARGS='org/name --port 9000'"
 	@echo "                     the same with another model and any flag of 'octavo serve'"
-	@echo "  make setup         create $(VENV) and install the pinned dependencies, if they changed"
+	@echo "  make setup         create $(VENV) and install the pinned dependencies, if they changed, and"
+	@echo "                     compile the kernels for this CPU into your cache"
 	@echo "  make demo-model    download the demo model into your cache and expand it for the tests, if it is not there"
 	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
 	@echo "  make gpu-check     check and time every kernel and a model on this machine's GPU; ARGS='--interpret' without"
@@ -28,7 +30,7 @@ help:
 	@echo
 	@echo "  PYTHON=python3.12  the Python (3.11 or newer) that $(VENV) is made with"
 
-setup: $(STAMP)
+setup: $(STAMP) $(COMPILED)
 
 $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -38,6 +40,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check -r requirements.lock
 	@$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation -e . $(EDITABLE)
+	@touch $@
+
+$(COMPILED): $(STAMP) $(wildcard kernels/cpu/*.py)
+	@echo "Compiling kernels for this CPU into your cache (about half a minute, once)"
+	@$(VENV)/bin/python -m executor.precompile
 	@touch $@
 
 serve: setup

@@ -27,9 +27,24 @@ def compile_in_turn(dtype: torch.dtype, parallel: TensorParallel, has_panels: bo
     """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
     if parallel.rank > 0:
         parallel.wait()
-    _compile(dtype, has_panels, has_program)
+    compile_kernels(dtype, has_panels, has_program)
     if parallel.rank == 0:
         parallel.wait()
+
+
+def compile_kernels(dtype: torch.dtype, has_panels: bool, has_program: bool) -> None:
+    """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
+    with tqdm(
+        compile_each(dtype, has_panels, has_program), desc="kernels", unit=" kernels", disable=None, leave=False
+    ) as compiled:
+        was_said = not any(cache_directory().rglob("*.nbc"))
+        if was_said:
+            logger.info(FIRST_START)
+        for name, seconds in compiled:
+            compiled.set_postfix_str(name)
+            if seconds > SLOW_COMPILE_S and not was_said:
+                logger.info(FIRST_START)
+                was_said = True
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:
@@ -75,18 +90,3 @@ def largest_step(config: Config, max_model_len: int) -> Step:
         prompt, table = bytes(4 * num_tokens), bytes(4 * -(-num_tokens // config.block_size))
         sequences.append(SequenceStep(seq_id, 0, prompt, (table,), True, SequenceInit(sampling, prompt)))
     return Step("", "", 1, sequences)
-
-
-def _compile(dtype: torch.dtype, has_panels: bool, has_program: bool) -> None:
-    """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
-    with tqdm(
-        compile_each(dtype, has_panels, has_program), desc="kernels", unit=" kernels", disable=None, leave=False
-    ) as compiled:
-        was_said = not any(cache_directory().rglob("*.nbc"))
-        if was_said:
-            logger.info(FIRST_START)
-        for name, seconds in compiled:
-            compiled.set_postfix_str(name)
-            if seconds > SLOW_COMPILE_S and not was_said:
-                logger.info(FIRST_START)
-                was_said = True
