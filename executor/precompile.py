@@ -1,4 +1,4 @@
-"""`python -m executor.precompile`: compile the kernels that the demo needs ahead of its first start, as a set-up does."""
+"""`python -m executor.precompile`: compile the kernels that the demo needs, as a set-up does before its first start."""
 
 import sys
 
