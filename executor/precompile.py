@@ -1,4 +1,4 @@
-"""`python -m executor.precompile`: compile the kernels that the demo needs ahead of its first start, as a set-up does."""
+"""`python -m executor.precompile`: compile what the demo needs ahead of its first start, as a set-up does."""
 
 import sys
 

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
