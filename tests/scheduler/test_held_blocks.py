@@ -7,7 +7,7 @@ NUM_SEQS, NUM_RUNNING = 48, 16
 
 
 def test_mixed_lengths_hold_at_least_40_percent_less_than_reserving_the_longest() -> None:
-    """Prompts of 8 to 255 tokens and as many outputs, evenly spread, 16 at a time in a pool that has room for all."""
+    """Prompts of 8 to 255 tokens and as many outputs, evenly spread, 16 at a time and nothing shared."""
     blocks_reserved = MAX_MODEL_LEN // BLOCK_SIZE  # by a sequence, were room for its longest kept from the start
     driver = SchedulerDriver(
         NUM_RUNNING * blocks_reserved,
