@@ -1,6 +1,7 @@
 """MODEL, as a person typed it, becomes a local Hugging Face directory before any process starts."""
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from octavo.hub import download_settings, download_snapshot
 from octavo.modelscope import download_from_modelscope
 from octavo.tokenizer import with_tokenizer_json
 from protocol.config import Config
+
+logger = logging.getLogger(__name__)
 
 # Counts up when the same GGUF file gives another directory.
 CONVERSION = 2
@@ -136,4 +139,9 @@ def _gguf_directory(path: Path) -> Path:
     status = source.stat()
     state = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
     target = models_directory() / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
-    return build_once(target, lambda partial: link_gguf(source, partial))
+    return build_once(target, lambda partial: _describe_gguf(source, partial))
+
+
+def _describe_gguf(source: Path, partial: Path) -> None:
+    logger.info("reading the header of %s: some seconds, once", source.name)
+    link_gguf(source, partial)

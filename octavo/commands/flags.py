@@ -8,7 +8,9 @@ from typing import Any
 
 from protocol.config import FIELDS, Config, ConfigError, add_flags, base_type, load_config
 
-MODEL_HELP = "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct"
+MODEL_HELP = (
+    "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct in 4 bits"
+)
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
     "server": (
