@@ -235,20 +235,14 @@ def _weigh_many(weights, first, end, v_low, v_high, stride, out, out_stride):
 
 
 @routine()
-def _weigh_few(weights, first, end, v_low, v_high, stride, out, out_stride, next_low, next_high):
-    """Add the values of keys first to end times their weights to 32 columns of FEW rows; bring the next ones near."""
-    at, v_at = first, first * stride
+def _weigh_few(weights, num_keys, v, stride, out, out_stride, next_v):
+    """Add the values of some keys times their weights to 32 columns of FEW rows; bring the next ones near."""
+    at, v_at = 0, 0
     sums = load_rows(FEW, _floats(out), 0, out_stride) + load_rows(FEW, _floats(out), LANES, out_stride)
-    for _ in range(first, min(end, LANES)):
-        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_low, v_at, v_low, v_at + LANES)
-        prefetch(next_low, v_at)
-        prefetch(next_low, v_at + LANES)
-        at, v_at = at + 1, v_at + stride
-    v_at -= LANES * stride
-    for _ in range(max(first, LANES), end):
-        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_high, v_at, v_high, v_at + LANES)
-        prefetch(next_high, v_at)
-        prefetch(next_high, v_at + LANES)
+    for _ in range(num_keys):
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v, v_at, v, v_at + LANES)
+        prefetch(next_v, v_at)
+        prefetch(next_v, v_at + LANES)
         at, v_at = at + 1, v_at + stride
     store_rows(_floats(out), 0, out_stride, sums[:FEW])
     store_rows(_floats(out), LANES, out_stride, sums[FEW:])
@@ -287,28 +281,31 @@ def _adjust_scores(scores, soft_cap, has_slope, slope, first_distance):
         store(_floats(scores), column, lanes)
 
 
-@routine()
-def _make_weights(scores, first, end, state, width):
-    """Turn one row's scores into weights and bring its state to the new maximum."""
-    weights_C, state = _floats(scores), _floats(state)
-    low, high = load(weights_C, 0), load(weights_C, LANES)
+@routine(forceinline=True)
+def _raise_maximum(scores, first, end, state, width):
+    """Bring one row's state to the maximum of what it has seen and of the scores of keys first to end."""
+    low, high = load(_floats(scores), 0), load(_floats(scores), LANES)
     if end - first < TILE:
         low = keep(low, 0, first, end, splat(_MINUS_INFINITY))
         high = keep(high, LANES, first, end, splat(_MINUS_INFINITY))
-    old = state[0]
-    new = largest_lane(maximum(low, high))
-    new = new if new > old else old
-    low, high = exp(low - splat(new)), exp(high - splat(new))
+    old, new = _floats(state)[0], largest_lane(maximum(low, high))
+    if new > old:  # else the factor is exactly 1
+        factor = exp(splat(old - new))
+        _floats(state)[0] = new
+        for column in range(LANES, 2 * LANES + width, LANES):
+            store(_floats(state), column, load(_floats(state), column) * factor)
+
+
+@routine(forceinline=True)
+def _make_weights(scores, first, end, state):
+    """Turn one row's scores into weights and add up these."""
+    largest = splat(_floats(state)[0])
+    low, high = exp(load(_floats(scores), 0) - largest), exp(load(_floats(scores), LANES) - largest)
     if end - first < TILE:
         low, high = keep(low, 0, first, end, splat(_ZERO)), keep(high, LANES, first, end, splat(_ZERO))
-    store(weights_C, 0, low)
-    store(weights_C, LANES, high)
-    if new != old:  # else the factor is exactly 1
-        factor = exp(splat(old - new))
-        state[0] = new
-        for column in range(LANES, 2 * LANES + width, LANES):
-            store(state, column, load(state, column) * factor)
-    store(state, LANES, load(state, LANES) + (low + high))
+    store(_floats(scores), 0, low)
+    store(_floats(scores), LANES, high)
+    store(_floats(state), LANES, load(_floats(state), LANES) + (low + high))
 
 
 @routine(forceinline=True)
@@ -325,26 +322,51 @@ def _score(step, tile, next_tile, like, q, weights, num_rows, num_keys):
 
 
 @routine(forceinline=True)
-def _column(address, column, like):
-    """Return the values at an address from `column` on."""
-    return pointer(address_of(pointer(address, like), column), like)
+def _element(address, like, index):
+    return pointer(address_of(pointer(address, like), index), like)
 
 
 @routine(forceinline=True)
 def _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out):
     """Add the values of keys first to end times their weights to the outputs of up to MANY rows."""
-    width, stride, column = round_up(step.value_size, LANES), state_stride(step), 0
+    width, out_stride, stride, column = round_up(step.value_size, LANES), state_stride(step), tile.v_stride, 0
     if num_rows <= FEW:
+        low_start, low_keys = first * stride, min(end, LANES) - first
+        high_first = max(first, LANES)
+        high_start, high_keys = (high_first - LANES) * stride, end - high_first
         while column + LANES < width:
-            v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
-            next_low, next_high = _column(next_tile.v_low, column, like), _column(next_tile.v_high, column, like)
             target = out + 4 * column
-            _weigh_few(weights, first, end, v_low, v_high, tile.v_stride, target, stride, next_low, next_high)
+            if low_keys > 0:
+                v, next_v = _element(tile.v_low, like, low_start), _element(next_tile.v_low, like, low_start)
+                _weigh_few(weights + 4 * first, low_keys, v, stride, target, out_stride, next_v)
+            if high_keys > 0:
+                v, next_v = _element(tile.v_high, like, high_start), _element(next_tile.v_high, like, high_start)
+                _weigh_few(weights + 4 * high_first, high_keys, v, stride, target, out_stride, next_v)
             column += 2 * LANES
+            low_start, high_start = low_start + 2 * LANES, high_start + 2 * LANES
     while column < width:
-        v_low, v_high = _column(tile.v_low, column, like), _column(tile.v_high, column, like)
-        _weigh_many(weights, first, end, v_low, v_high, tile.v_stride, out + 4 * column, stride)
+        v_low, v_high = _element(tile.v_low, like, column), _element(tile.v_high, like, column)
+        _weigh_many(weights, first, end, v_low, v_high, stride, out + 4 * column, out_stride)
         column += LANES
+
+
+@routine(forceinline=True)
+def _make_all_weights(step, start, row, num_rows, scratch):
+    """Turn the scores of up to MANY rows into weights. Maxima come first: their latencies overlap."""
+    has_slopes, width, stride = step.alibi_slopes != 0, round_up(step.value_size, LANES), state_stride(step)
+    scores, state = scratch.weights_RC + 4 * row * TILE, scratch.state + 4 * row * stride
+    for r in range(num_rows):
+        first, end = _visible(step, scratch, row + r, start)
+        if first < end:
+            if has_slopes or step.soft_cap > 0.0:
+                distance = start - pointer(scratch.positions_R, np.int64)[row + r]  # negative, for keys before
+                slope = _floats(scratch.slopes_R)[row + r]
+                _adjust_scores(scores + 4 * r * TILE, step.soft_cap, has_slopes, slope, distance)
+            _raise_maximum(scores + 4 * r * TILE, first, end, state + 4 * r * stride, width)
+    for r in range(num_rows):
+        first, end = _visible(step, scratch, row + r, start)
+        if first < end:
+            _make_weights(scores + 4 * r * TILE, first, end, state + 4 * r * stride)
 
 
 @routine(forceinline=True)
@@ -356,39 +378,30 @@ def _add_values(step, tile, next_tile, like, row, num_rows, start, scratch):
     width, stride = round_up(step.value_size, LANES), state_stride(step)
     v_low, v_high = pointer(tile.v_low, like), pointer(tile.v_high, like)
     weights, out = scratch.weights_RC + 4 * row * TILE, scratch.state + 4 * (row * stride + 2 * LANES)
-    first, end = _visible(step, scratch, row + num_rows - 1, start)[0], _visible(step, scratch, row, start)[1]
-    end = max(first, end)
-    for r in range(num_rows):
-        own_first, own_end = _visible(step, scratch, row + r, start)
-        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
-        _weigh_one(own_weights, own_first, min(own_end, first), v_low, v_high, tile.v_stride, own_out, width)
+    least, first_end = _visible(step, scratch, row, start)
+    first, most = _visible(step, scratch, row + num_rows - 1, start)
+    end = max(first, first_end)
+    if least < first:
+        for r in range(num_rows):
+            own_first, own_end = _visible(step, scratch, row + r, start)
+            own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+            _weigh_one(own_weights, own_first, min(own_end, first), v_low, v_high, tile.v_stride, own_out, width)
     _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out)
-    for r in range(num_rows):
-        own_first, own_end = _visible(step, scratch, row + r, start)
-        own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
-        _weigh_one(own_weights, max(own_first, end), own_end, v_low, v_high, tile.v_stride, own_out, width)
+    if end < most:
+        for r in range(num_rows):
+            own_first, own_end = _visible(step, scratch, row + r, start)
+            own_weights, own_out = weights + 4 * r * TILE, out + 4 * r * stride
+            _weigh_one(own_weights, max(own_first, end), own_end, v_low, v_high, tile.v_stride, own_out, width)
 
 
 @routine(forceinline=True)
 def attend_tile(step, tile, next_tile, like, start, count, num_rows, scratch):
-    """Add a tile, whose keys begin at position `start`, to the states of all rows."""
-    has_slopes, width, stride = step.alibi_slopes != 0, round_up(step.value_size, LANES), state_stride(step)
+    """Add a tile, whose keys begin at position `start`, to the states of all rows; the next one is brought near."""
     for row in range(0, num_rows, MANY):
         rows = min(MANY, num_rows - row)
-        first, _ = _visible(step, scratch, row, start)
-        _, end = _visible(step, scratch, row + rows - 1, start)
-        if first >= end:
-            continue
-        weights = scratch.weights_RC + 4 * row * TILE
-        _score(step, tile, next_tile, like, scratch.q_DR + 4 * row * step.head_size, weights, rows, count)
-        for r in range(row, row + rows):
-            first, end = _visible(step, scratch, r, start)
-            if first >= end:
-                continue
-            scores = scratch.weights_RC + 4 * r * TILE
-            if has_slopes or step.soft_cap > 0.0:
-                distance = start - pointer(scratch.positions_R, np.int64)[r]  # negative, for keys before the query
-                slope = _floats(scratch.slopes_R)[r]
-                _adjust_scores(scores, step.soft_cap, has_slopes, slope, distance)
-            _make_weights(scores, first, end, scratch.state + 4 * r * stride, width)
-        _add_values(step, tile, next_tile, like, row, rows, start, scratch)
+        first, end = _visible(step, scratch, row, start)[0], _visible(step, scratch, row + rows - 1, start)[1]
+        if first < end:
+            weights = scratch.weights_RC + 4 * row * TILE
+            _score(step, tile, next_tile, like, scratch.q_DR + 4 * row * step.head_size, weights, rows, count)
+            _make_all_weights(step, start, row, rows, scratch)
+            _add_values(step, tile, next_tile, like, row, rows, start, scratch)

@@ -674,8 +674,8 @@ def choose_below(typingctx, value, limit, below, other):
 def _fold(builder: ir.IRBuilder, value: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
     """Return all lanes combined as a balanced tree: lane i with i + 8, then i + 4, i + 2, i + 1."""
     for width in (8, 4, 2, 1):
-        order = [(index + width) % LANES for index in range(LANES)]
-        value = combine(value, builder.shuffle_vector(value, value, _ints(32, order)))
+        halves = _elements(builder, value, range(width)), _elements(builder, value, range(width, 2 * width))
+        value = combine(*halves)
     return builder.extract_element(value, ir.Constant(_INT32, 0))
 
 
