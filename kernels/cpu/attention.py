@@ -42,6 +42,7 @@ from kernels.cpu.attention_tiles import (
 from kernels.cpu.jit import kernel, routine
 from kernels.cpu.simd import (
     LANES,
+    address_of,
     exp,
     fetch_add,
     fma,
@@ -70,17 +71,17 @@ def _clear(state, num_rows, stride):
 
 
 @routine()
-def _merge(total, state, state_start, num_rows, stride):
+def _merge(total, state, num_rows, stride):
     """Add to each row of `total` the state of the partition that follows."""
     for start in range(0, num_rows * stride, stride):
-        old, other = total[start], state[state_start + start]
+        old, other = total[start], state[start]
         if other == _MINUS_INFINITY:  # the row sees nothing of this partition
             continue
         new = other if other > old else old
         total[start] = new
         old_factor, other_factor = exp(splat(old - new)), exp(splat(other - new))
         for column in range(start + LANES, start + stride, LANES):
-            added = load(state, state_start + column) * other_factor
+            added = load(state, column) * other_factor
             store(total, column, fma(load(total, column), old_factor, added))
 
 
@@ -116,17 +117,13 @@ def _write_out(step, task, like, total):
 @routine(forceinline=True)
 def _attend_partition(step, task, like, start, end, num_rows, scratch):
     """Add the keys of positions start to end to the states of all rows."""
-    if not reads_in_place(step):
-        for first in range(start, end, TILE):
-            count = min(TILE, end - first)
-            tile = copied_tile(step, task, like, scratch, first, count)
-            attend_tile(step, tile, tile, like, first, count, num_rows, scratch)
-        return
-    last_position = task.first_position + task.num_queries - 1
+    in_place, last_position = reads_in_place(step), task.first_position + task.num_queries - 1
     tile = tile_in_place(step, task, like, scratch, start, end - start)
     for first in range(start, end, TILE):
         next_tile = tile
-        if first + TILE <= last_position:
+        if not in_place:
+            tile = copied_tile(step, task, like, scratch, first, min(TILE, end - first))
+        elif first + TILE <= last_position:
             next_tile = tile_in_place(step, task, like, scratch, first + TILE, last_position - first - TILE + 1)
         attend_tile(step, tile, next_tile, like, first, end - first, num_rows, scratch)
         tile = next_tile
@@ -149,7 +146,7 @@ def _attend(step, task, index, like, scratch, partials):
         end = min((partition + 1) * PARTITION, last_position + 1)
         _attend_partition(step, task, like, start, end, num_rows, scratch)
         if task.part < 0:
-            _merge(total, state, 0, num_rows, stride)
+            _merge(total, state, num_rows, stride)
     if task.part < 0:
         _write_out(step, task, like, total)
     else:
@@ -180,15 +177,18 @@ def _work_in_parallel(step, like, tasks, next_task, partials, num_workers):
 def merge_partials(step, like, tasks, partials):
     """Write the output of every query whose partitions were computed apart."""
     group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
-    total = np.zeros(padded_rows(step) * stride, np.float32)
+    size = padded_rows(step) * stride
+    memory = np.empty(size, np.float32)
+    total = pointer(memory.ctypes.data, np.float32)
     for index in range(len(tasks)):
         task = task_of(tasks[index])
         num_rows = task.num_queries * group
         if task.part == 0:
             _clear(total, num_rows, stride)
-        _merge(total, partials, index * len(total), num_rows, stride)
+        _merge(total, pointer(address_of(partials, index * size), np.float32), num_rows, stride)
         if index + 1 == len(tasks) or tasks[index + 1, 7] == 0:
-            _write_out(step, task, like, total)
+            _write_out(step, task, pointer(step.q, like), total)
+    memory[0] = _ZERO  # it is in use until here
 
 
 @kernel()
