@@ -98,7 +98,9 @@ def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     names = [name for name, _ in warm_up(dtype, has_panels=True)]
     assert names == [*plain_names, "groupwise linear", "groupwise embedding"]
     of_program = [name for name, _ in warm_up(dtype, has_panels=True, has_program=True)]
-    assert of_program == [*(operation.name for operation in cpu.OPERATIONS), "program", "draw", *names[-2:]]
+    assert sorted(of_program) == sorted(
+        [*(operation.name for operation in cpu.OPERATIONS), "program", "draw", *names[-2:]]
+    )
     assert len(program_kernels.run.signatures) == 1
     kernels = {
         name: kernel
