@@ -42,6 +42,7 @@ from kernels.cpu.simd import (
     load_splat,
     maximum,
     pointer,
+    prefetch,
     shift_left_i32,
     shift_right_i32,
     splat,
@@ -59,6 +60,7 @@ CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
 ROWS = 4  # at once, of integers: the sums of each take two registers
 FLOAT_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
+AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
 FEW = 4  # rows of floats that are faster done in pairs
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
@@ -275,6 +277,7 @@ def _unpack(words, at, bits, num_words, operands):
     for target in range(0, 2 * num_words * PANEL, 2 * PANEL):
         for column in range(0, PANEL, LANES):
             codes = load(words, at + column)
+            prefetch(words, at + column + AHEAD)
             store(operands, target + column, _first_operand(codes, bits))
             store(operands, target + PANEL + column, _second_operand(codes, bits))
         at += PANEL
@@ -368,6 +371,7 @@ def _multiply_group_of_row(product, group, first_at, first, end, column, scratch
         if product.bits == 4:
             for _ in range(0, scratch.chunk, 8):
                 codes = load(words, at)
+                prefetch(words, at + AHEAD)
                 sums = add_products_i8(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 4))
                 sums = add_products_i8(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 4))
                 x_at, at = x_at + 2, at + PANEL
@@ -375,6 +379,7 @@ def _multiply_group_of_row(product, group, first_at, first, end, column, scratch
         else:
             for _ in range(0, scratch.chunk, 4):
                 codes = load(words, at)
+                prefetch(words, at + AHEAD)
                 sums = add_products_i16(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 8))
                 sums = add_products_i16(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 8))
                 x_at, at = x_at + 2, at + PANEL
@@ -448,6 +453,8 @@ def _multiply_float_row(product, panel, scratch):
         sums_0 = sums_1 = splat(_ZERO)
         for _ in range(first, min(first + TILE, product.num_inputs), 2):
             codes_0, codes_1 = load(words, at), load(words, at + LANES)
+            prefetch(words, at + AHEAD)
+            prefetch(words, at + AHEAD + LANES)
             x_low, x_high = load_splat(_floats(scratch.x), x_at), load_splat(_floats(scratch.x), x_at + 1)
             sums_0 = fma(x_low, _first_operand(codes_0, 16), sums_0)
             sums_1 = fma(x_low, _first_operand(codes_1, 16), sums_1)
