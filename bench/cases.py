@@ -220,6 +220,7 @@ def _sampling(make: Maker) -> Iterator[Case]:
         logits_RV = make.normal(rows, vocab, dtype=torch.float32, scale=3.0)
         shape = f"R={rows} V={vocab}"
         temperature_R = make.uniform(rows) + 0.5
+        yield Case("largest", shape, lambda b: b.largest, (logits_RV,), logits_RV.nbytes, tolerance=EXACT)
         inputs: tuple[Tensor, ...] = (logits_RV, temperature_R)
         yield Case("scale_to_probs", shape, lambda b: b.scale_to_probs, inputs, 2 * logits_RV.nbytes, tolerance=SUMMED)
         inputs = (logits_RV, make.integers(vocab, rows))

@@ -24,11 +24,10 @@ from executor.columns import MASKED_LOGIT, Columns, Draws, Penalties
 from kernels import Backend
 from protocol.messages import Logprobs
 
-# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of C tokens of the vocabulary, N logits
+# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of tokens of the vocabulary, N logits
 
 LARGEST_LOGIT = -MASKED_LOGIT
 PURPOSE = 0  # of a random number; for another purpose the numbers of the same positions would be independent of these
-BLOCK = 256  # tokens
 TOP_BLOCK = 64  # tokens, of blocks searched for the likeliest
 
 Array = TypeVar("Array", Tensor, np.ndarray)
@@ -56,11 +55,14 @@ def sample(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend, *, is_
 
     `logits_SV` is float32 and is overwritten. Nothing is computed on the host, and nothing waits if `is_lazy`.
     """
-    is_bad_S = clamp_non_finite(logits_SV, is_lazy=is_lazy)
+    largest_S, likeliest_S = backend.largest(logits_SV)
+    is_bad_S = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
     wanting_R = columns.logprobs_R
     raw_RV = logits_SV.index_select(0, wanting_R) if len(wanting_R) else None
-    _edit(logits_SV, columns)
-    token_ids_S = _choose(logits_SV, columns, backend)
+    is_edited = _edit(logits_SV, columns)
+    if len(columns.greedy_R) and (is_edited or is_lazy or is_bad_S.any()):
+        _, likeliest_S = backend.largest(logits_SV)
+    token_ids_S = _choose(logits_SV, likeliest_S, columns, backend)
     if raw_RV is None:
         return Sampled(token_ids_S, is_bad_S, None)
     chosen_R = token_ids_S.index_select(0, wanting_R)
@@ -138,20 +140,23 @@ def _topk(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values_RK, block_RK.gather(1, index_RK // TOP_BLOCK) * TOP_BLOCK + index_RK % TOP_BLOCK
 
 
-def clamp_non_finite(logits_SV: Tensor, *, is_lazy: bool) -> Tensor:
-    """Clamp, in place, rows that have no finite maximum; return which these are.
+def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> Tensor:
+    """Clamp, in place, rows whose largest logit, as Backend.largest tells, is not finite; return which these are.
 
-    A NaN makes its row's maximum NaN; a masked token (-inf) may stay.
+    A masked token (-inf) may stay.
     """
-    is_bad_S = ~logits_SV.amax(-1).isfinite()
+    is_bad_S = ~largest_S.isfinite()
     if is_lazy or is_bad_S.any():
         clamped_SV = logits_SV.nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
         torch.where(is_bad_S[:, None], clamped_SV, logits_SV, out=logits_SV)
     return is_bad_S
 
 
-def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> None:
-    """Apply logit_bias, min_tokens and penalties in place; no two entries of one kind name the same logit."""
+def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> bool:
+    """Apply logit_bias, min_tokens and penalties in place; no two entries of one kind name the same logit.
+
+    Return whether there are any.
+    """
     bias, mask, penalties = columns.bias, columns.mask, columns.penalties
     if len(bias.row_N):
         at_N = bias.row_N, bias.token_id_N
@@ -161,6 +166,7 @@ def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> None:
     if len(penalties.row_N):
         at_N = penalties.row_N, penalties.token_id_N
         logits_SV[at_N] = _penalize(logits_SV[at_N], penalties)
+    return any(len(edits.row_N) for edits in (bias, mask, penalties))
 
 
 def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
@@ -170,12 +176,14 @@ def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
     return logits_N - penalties.presence_N * (penalties.count_N > 0)
 
 
-def _choose(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend) -> Tensor:
+def _choose(logits_SV: Tensor, likeliest_S: Tensor, columns: Columns[Tensor], backend: Backend) -> Tensor:
     """Return a token for each row: each is in one of the two lists."""
     greedy_R, draws = columns.greedy_R, columns.draws
+    if len(greedy_R) == len(logits_SV):
+        return likeliest_S
     token_ids_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
     if len(greedy_R):
-        token_ids_S[greedy_R] = _argmax(_select(logits_SV, greedy_R))
+        token_ids_S[greedy_R] = likeliest_S.index_select(0, greedy_R)
     if len(draws.row_R):
         uniform_R = backend.uniform(draws.seed_R, draws.position_R, PURPOSE)
         token_ids_S[draws.row_R] = _draw(_select(logits_SV, draws.row_R), draws, uniform_R, backend)
@@ -185,19 +193,6 @@ def _choose(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend) -> Te
 def _select(tensor: Tensor, rows_R: Tensor) -> Tensor:
     """Return the rows; all of them are the tensor itself, since they are ascending."""
     return tensor if len(rows_R) == len(tensor) else tensor.index_select(0, rows_R)
-
-
-def _argmax(logits_RV: Tensor) -> Tensor:
-    """Return each row's argmax, the first of equals. Maxima of blocks come first: torch vectorises amax, not argmax."""
-    if logits_RV.shape[1] % BLOCK:
-        return logits_RV.argmax(-1)
-    blocks_RBC = logits_RV.reshape(len(logits_RV), -1, BLOCK)
-    block_R = blocks_RBC.amax(-1).argmax(-1)
-    return block_R * BLOCK + _gather_blocks(blocks_RBC, block_R).argmax(-1)
-
-
-def _gather_blocks(blocks_RBC: Tensor, block_R: Tensor) -> Tensor:
-    return blocks_RBC[torch.arange(len(block_R), device=block_R.device), block_R]
 
 
 def _draw(logits_RV: Tensor, draws: Draws[Tensor], uniform_R: Tensor, backend: Backend) -> Tensor:

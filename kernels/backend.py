@@ -124,6 +124,12 @@ class Backend(Protocol):
         its upper 53 bits.
         """
 
+    def largest(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each row's largest logit (float32), a NaN if there is one, and its token (int64), the first of equals.
+
+        The token of a row with a NaN is any.
+        """
+
     def gather_logprobs(self, logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's log_softmax at its token (float32), and the token's rank, from 1 (int32)."""
 

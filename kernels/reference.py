@@ -119,6 +119,10 @@ def uniform(seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device=seed_R.device)
 
 
+def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_RV.amax(-1), logits_RV.argmax(-1)
+
+
 def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
     logprobs_RV = logits_RV.float().log_softmax(-1)
     chosen_R1 = logprobs_RV.gather(1, token_ids_R[:, None])

@@ -38,6 +38,7 @@ __all__ = [
     "draw",
     "embedding",
     "gather_logprobs",
+    "largest",
     "linear",
     "pack_linear",
     "paged_attention",
@@ -233,6 +234,17 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
 
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     return logits_RV.div_(temperature_R[:, None].float()).softmax(-1)
+
+
+def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    if logits_RV.dtype != torch.float32:
+        raise ValueError(f"logits are {logits_RV.dtype}, float32 is needed")
+    logits_RV = logits_RV.contiguous()
+    values_R = torch.empty(len(logits_RV), dtype=torch.float32)
+    token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
+    find = sampling.largest if logits_RV.numel() < LEAST_PARALLEL_ELEMENTS else sampling.largest_parallel
+    find(logits_RV.numpy(), values_R.numpy(), token_ids_R.numpy())
+    return values_R, token_ids_R
 
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:

@@ -277,7 +277,6 @@ def _unpack(words, at, bits, num_words, operands):
     for target in range(0, 2 * num_words * PANEL, 2 * PANEL):
         for column in range(0, PANEL, LANES):
             codes = load(words, at + column)
-            prefetch(words, at + column + AHEAD)
             store(operands, target + column, _first_operand(codes, bits))
             store(operands, target + PANEL + column, _second_operand(codes, bits))
         at += PANEL

@@ -1,6 +1,8 @@
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""Drawing tokens on the CPU without sorting: a radix descent finds the probability at which top_k or top_p cut.
+"""Choosing tokens on the CPU in one pass, and drawing them without sorting.
+
+To draw, a radix descent finds the probability at which top_k or top_p cut.
 
 Probabilities are not negative, so that their bit patterns, as integers, are ordered as they are. A row is the same
 operations whichever thread computes it. V tokens of the vocabulary.
@@ -10,10 +12,61 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import kernel, routine
+from kernels.cpu.simd import LANES, fma, largest_lane, load, maximum, pointer, splat, sum_of_lanes
 
 DIGIT_BITS = 11
 SHIFTS = (22, 11, 0)  # of the three digits of 32 bits, the highest first
 ALL = np.inf
+BLOCK = 1024  # logits
+ZERO, MINUS_INFINITY, NAN = np.float32(0.0), np.float32(-np.inf), np.float32(np.nan)
+
+
+@routine()
+def _has_nan(logits, start, end):
+    num_nans = 0
+    for at in range(start, end):
+        num_nans += logits[at] != logits[at]
+    return num_nans > 0
+
+
+@routine()
+def _find_largest(logits, start, end):
+    """Return the largest of logits start to end, which are not looked at twice but for one block, and its place."""
+    largest, block, suspect = MINUS_INFINITY, start, ZERO
+    for first in range(start, end, BLOCK):
+        lanes, infinite = splat(MINUS_INFINITY), splat(ZERO)
+        whole_end = min(first + BLOCK, end - (end - start) % LANES)
+        for at in range(first, whole_end, LANES):
+            values = load(logits, at)
+            lanes = maximum(values, lanes)  # not a NaN
+            infinite = fma(values, splat(ZERO), infinite)  # a NaN of a NaN, and of what is infinite
+        found = largest_lane(lanes)
+        for at in range(max(first, whole_end), min(first + BLOCK, end)):
+            found = logits[at] if logits[at] > found else found
+            suspect += logits[at] * ZERO
+        suspect += sum_of_lanes(infinite)
+        if found > largest:
+            largest, block = found, first
+    if suspect != suspect and _has_nan(logits, start, end):
+        return NAN, np.int64(0)
+    for at in range(block, min(block + BLOCK, end)):
+        if logits[at] == largest:
+            return largest, np.int64(at - start)
+    return largest, np.int64(0)
+
+
+@kernel()
+def largest(logits_RV, values_R, token_ids_R):
+    size = logits_RV.shape[1]
+    logits = pointer(logits_RV.ctypes.data, np.float32)
+    for row in range(len(token_ids_R)):
+        values_R[row], token_ids_R[row] = _find_largest(logits, row * size, (row + 1) * size)
+
+
+@kernel(parallel=True)
+def largest_parallel(logits_RV, values_R, token_ids_R):
+    for row in prange(len(token_ids_R)):
+        largest(logits_RV[row : row + 1], values_R[row : row + 1], token_ids_R[row : row + 1])
 
 
 @routine()

@@ -11,6 +11,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
+from kernels.reference import largest
 from kernels.triton.activations import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.drawing import draw
@@ -24,6 +25,7 @@ __all__ = [
     "draw",
     "embedding",
     "gather_logprobs",
+    "largest",
     "linear",
     "pack_linear",
     "paged_attention",

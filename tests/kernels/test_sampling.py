@@ -1,5 +1,7 @@
 """Tokens drawn by radix descent are those of a whole sort."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -30,6 +32,31 @@ def arguments(vocab_size: int, scale: float) -> Arguments:
 def test_draw_equals_reference(vocab_size: int, scale: float) -> None:
     given = arguments(vocab_size, scale)
     assert torch.equal(cpu.draw(*given), reference.draw(*given))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 997, 1_024, 49_152])
+def test_the_largest_is_found_and_of_equals_the_first(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits_RV = torch.randn(NUM_ROWS, vocab_size, generator=generator)
+    logits_RV[1] = 0.5
+    logits_RV[2] = -logits_RV[2].abs()
+    logits_RV[3] = (8 * logits_RV[3]).round()  # many equals
+    logits_RV[4] = -math.inf
+    logits_RV[5, vocab_size // 2] = math.inf
+    logits_RV[6, : vocab_size // 2] = -math.inf  # masked
+    expected = reference.largest(logits_RV)
+    for rows in (slice(None), slice(0, 1), slice(3, 7)):
+        for found, all_expected in zip(cpu.largest(logits_RV[rows]), expected, strict=True):
+            assert torch.equal(found, all_expected[rows])
+
+
+@pytest.mark.parametrize("place", [0, 15, 1_030, 2_047, 2_048, 2_049])
+def test_a_nan_shows_wherever_it_is(place: int) -> None:
+    logits_RV = torch.arange(2 * 2_050.0).view(2, 2_050)
+    logits_RV[0, place] = math.nan
+    logits_RV[1, place] = -math.inf
+    values_R, _ = cpu.largest(logits_RV)
+    assert values_R.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
