@@ -16,6 +16,7 @@ import pytest
 
 from protocol.safetensors_index import INDEX_FILE
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.fake_hub import FakeHub, running
 from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +167,26 @@ def test_a_hub_that_keeps_silent_is_not_waited_for(tmp_path: Path) -> None:
     assert f"org/name could not be fetched from http://127.0.0.1:{port} (no answer within" in said
     assert "HF_ENDPOINT" in said
     assert "a local path" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("org/tiny", ("downloading org/tiny needs 1,000,000,000,000 MB", "HF_HOME")),
+        ("org/tinny", ("has no model 'org/tinny', or it is private", "Check the spelling", "a local path")),
+        ("org/gated", ("org/gated", "HF_TOKEN")),
+    ],
+    ids=["disk too small", "misspelt", "gated"],
+)
+def test_what_a_hub_says_against_a_model_is_explained(model: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    with running(FakeHub({"config.json": b"{}", "model.safetensors": b"weights"})) as hub:
+        hub.announced_bytes["model.safetensors"] = 10**18
+        environ = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        said = refusal("--model", model, environ=environ)
+        assert hub.downloaded == []
+    assert said.startswith("octavo: ")
+    for each in words:
+        assert each in said
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
