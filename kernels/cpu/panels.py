@@ -14,8 +14,8 @@ products of a chunk are then added up in integers, exactly.
 One output of one row is always the same sequence of operations. Of integers: a chunk's sum, times the row's factor,
 times the scale, added to the chunks before with a fused multiply-add; then the sum of the row's inputs times the offset
 likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up. How
-many rows there are decides only where the operands stand meanwhile: in registers for one row, otherwise in a tile that
-stays in the first cache while all rows of a block pass by.
+many rows there are decides only where the operands stand meanwhile: in registers, made anew for every few rows, or,
+of bfloat16 and many rows, in a tile that stays in the first cache while all rows of a block pass by.
 
 M rows, N outputs, K inputs.
 """
@@ -55,13 +55,14 @@ from kernels.cpu.simd import (
 )
 
 PANEL = 2 * LANES  # outputs
-TILE = 128  # inputs: a panel's operands take 4, 8 or 16 KiB of the first cache
+TILE = 128  # inputs: a panel's operands of float32 take 16 KiB of the first cache
 CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
-ROWS = 4  # at once, of integers: the sums of each take two registers
-FLOAT_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6
+ROWS = 4  # at once, where operands are made in registers: the sums of each take two
+FLOAT_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # at once, where they were written down
+FEW = 8  # rows of floats, for which operands are not worth writing down
+PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pairs
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
-FEW = 4  # rows of floats that are faster done in pairs
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
@@ -134,6 +135,12 @@ def rows_of_block(product):
     return round_up((product.num_rows + num_blocks - 1) // num_blocks, rows_at_once(product))
 
 
+@routine()
+def padded_rows(product, num_rows):
+    """Return how many rows have to have room where `num_rows` are multiplied: the last ones are done with others."""
+    return round_up(round_up(num_rows, rows_at_once(product)), ROWS)
+
+
 @routine(forceinline=True)
 def _x_words(product, num_inputs):
     """Return how many words of x hold `num_inputs` of one row."""
@@ -143,7 +150,7 @@ def _x_words(product, num_inputs):
 @routine()
 def new_scratch(product):
     """Return a Scratch for blocks of the product, and the array that it lies in: to be kept as long."""
-    rows, num_tiles = rows_of_block(product), (product.num_inputs + TILE - 1) // TILE
+    rows, num_tiles = padded_rows(product, rows_of_block(product)), (product.num_inputs + TILE - 1) // TILE
     chunk_shift = 5 if product.group_size % 32 == 0 else 4
     chunk = 1 << chunk_shift
     num_chunks = 0 if product.bits == 16 else product.num_inputs // chunk
@@ -186,35 +193,36 @@ def _x_at(product, row, k, scratch):
 
 @routine(forceinline=True)
 def _store_rounded(product, lanes, inverse, at, scratch):
-    """Write 16 inputs times `inverse` as whole numbers; return the sum of these. A NaN becomes some number."""
+    """Write 16 inputs times `inverse` as whole numbers, which are returned. A NaN becomes some number."""
     shifted = fma(lanes, inverse, splat(_ROUND_MAGIC))
     if product.bits == 4:
         store_low_i8(_floats(scratch.x), at, shifted)
     else:
         store_low_i16(_floats(scratch.x), at, shifted)
-    return sum_of_lanes(shifted - splat(_ROUND_MAGIC))
+    return shifted - splat(_ROUND_MAGIC)
 
 
 @routine()
 def _load_rounded_row(product, source, row, scratch):
-    """Write a row of inputs, rounded chunk by chunk. A chunk that is not finite has a factor of NaN."""
+    """Write a row of inputs, rounded chunk by chunk. A row that is not finite has a factor of NaN."""
     chunk, largest = scratch.chunk, np.float32(127.0) if product.bits == 4 else np.float32(32767.0)
-    at = row * scratch.num_chunks
+    first = row * scratch.num_chunks
+    at, nan_or_zero = first, splat(_ZERO)
     for k in range(0, product.num_inputs, chunk):
-        low = _load_x(product, source + k, LANES)
-        high = low
+        low, high = _load_x(product, source + k, LANES), splat(_ZERO)
         if chunk == 32:
             high = _load_x(product, source + k + LANES, LANES)
         size = largest_lane(maximum(copy_sign(low, splat(_ONE)), copy_sign(high, splat(_ONE))))
-        nan_or_zero = sum_of_lanes(fma(low, splat(_ZERO), high * splat(_ZERO)))
+        nan_or_zero = fma(low, splat(_ZERO), fma(high, splat(_ZERO), nan_or_zero))
         inverse = splat(largest / size if size > _ZERO else _ZERO)
-        x_sum = _store_rounded(product, low, inverse, _x_at(product, row, k, scratch), scratch)
+        rounded = _store_rounded(product, low, inverse, _x_at(product, row, k, scratch), scratch)
         if chunk == 32:
-            x_sum += _store_rounded(product, high, inverse, _x_at(product, row, k + LANES, scratch), scratch)
-        factor = size / largest + nan_or_zero
+            rounded = rounded + _store_rounded(product, high, inverse, _x_at(product, row, k + LANES, scratch), scratch)
+        factor = size / largest
         _floats(scratch.factors_MC)[at] = factor
-        _floats(scratch.x_sums_MC)[at] = factor * x_sum
+        _floats(scratch.x_sums_MC)[at] = factor * sum_of_lanes(rounded)
         at += 1
+    _floats(scratch.factors_MC)[first] += sum_of_lanes(nan_or_zero)
 
 
 @routine()
@@ -272,26 +280,17 @@ def _second_operand(words, bits):
     return and_i32(shift_right_i32(words, bits), 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
 
 
-@routine(forceinline=True)
-def _unpack(words, at, bits, num_words, operands):
-    for target in range(0, 2 * num_words * PANEL, 2 * PANEL):
-        for column in range(0, PANEL, LANES):
-            codes = load(words, at + column)
-            store(operands, target + column, _first_operand(codes, bits))
-            store(operands, target + PANEL + column, _second_operand(codes, bits))
-        at += PANEL
-
-
 @routine()
 def _load_operands(product, panel, first, end, scratch):
-    """Fill scratch.operands with a panel's of inputs first to end."""
-    words, at = pointer(product.codes, np.float32), first_word(product, panel, first)
-    if product.bits == 4:  # as a constant: shifts by constants are faster
-        _unpack(words, at, 4, (end - first) // 8, _floats(scratch.operands))
-    elif product.bits == 8:
-        _unpack(words, at, 8, (end - first) // 4, _floats(scratch.operands))
-    else:
-        _unpack(words, at, 16, (end - first + 1) // 2, _floats(scratch.operands))
+    """Fill scratch.operands with a panel's of inputs first to end, of bfloat16 weights."""
+    words, operands = pointer(product.codes, np.float32), _floats(scratch.operands)
+    at = first_word(product, panel, first)
+    for target in range(0, (end - first + 1) // 2 * 2 * PANEL, 2 * PANEL):
+        for column in range(0, PANEL, LANES):
+            codes = load(words, at + column)
+            store(operands, target + column, _first_operand(codes, 16))
+            store(operands, target + PANEL + column, _second_operand(codes, 16))
+        at += PANEL
 
 
 # Products of integers.
@@ -313,82 +312,43 @@ def _add_chunk(sums, group, chunk, row, column, scratch):
     )
 
 
-@routine(forceinline=True)
-def _chunk_of_bytes(scratch, x_at, at, num_words):
-    """Return the sums of a chunk of ROWS rows; the number of words is a constant, so that the loop is none."""
-    sums = zeros(ROWS)
-    for word in range(num_words):
-        operand = load(_floats(scratch.operands), at + word * PANEL)
-        sums = add_products_i8(sums, _floats(scratch.x), x_at + word, scratch.row_words, operand)
-    return sum_pairs_i16(sums)
+def _group_of(num_rows):
+    """Return a routine that multiplies so many rows: sums for each of them are what registers are for."""
+
+    @routine(forceinline=True)
+    def multiply_group(product, group, first_at, first, end, row, column, scratch):
+        """Add the products of rows, which begin with `row`, with inputs first to end, of one group and tile."""
+        words, at, x_at = pointer(product.codes, np.float32), first_at + column, _x_at(product, row, first, scratch)
+        x, stride, chunk = _floats(scratch.x), scratch.row_words, first >> scratch.chunk_shift
+        for _ in range(first, end, scratch.chunk):
+            sums = zeros(num_rows)
+            if product.bits == 4:
+                for _ in range(0, scratch.chunk, 8):
+                    codes = load(words, at)
+                    prefetch(words, at + AHEAD)
+                    sums = add_products_i8(sums, x, x_at, stride, _first_operand(codes, 4))
+                    sums = add_products_i8(sums, x, x_at + 1, stride, _second_operand(codes, 4))
+                    x_at, at = x_at + 2, at + PANEL
+                sums = sum_pairs_i16(sums)
+            else:
+                for _ in range(0, scratch.chunk, 4):
+                    codes = load(words, at)
+                    prefetch(words, at + AHEAD)
+                    sums = add_products_i16(sums, x, x_at, stride, _first_operand(codes, 8))
+                    sums = add_products_i16(sums, x, x_at + 1, stride, _second_operand(codes, 8))
+                    x_at, at = x_at + 2, at + PANEL
+            _add_chunk(sums, group, chunk, row, column, scratch)
+            chunk += 1
+
+    return multiply_group
 
 
-@routine(forceinline=True)
-def _multiply_group(product, group, first, end, row, column, operands_at, scratch):
-    """Add the products of ROWS rows with the operands of inputs first to end, of one group and tile, to their sums."""
-    x_at, at = _x_at(product, row, first, scratch), operands_at + column
-    num_words, chunk = _x_words(product, scratch.chunk), first >> scratch.chunk_shift
-    for _ in range(first, end, scratch.chunk):
-        if product.bits == 8:
-            sums = zeros(ROWS)
-            for _ in range(num_words):
-                sums = add_products_i16(
-                    sums, _floats(scratch.x), x_at, scratch.row_words, load(_floats(scratch.operands), at)
-                )
-                x_at, at = x_at + 1, at + PANEL
-        elif scratch.chunk == 32:
-            sums = _chunk_of_bytes(scratch, x_at, at, 8)
-            x_at, at = x_at + 8, at + 8 * PANEL
-        else:
-            sums = _chunk_of_bytes(scratch, x_at, at, 4)
-            x_at, at = x_at + 4, at + 4 * PANEL
-        _add_chunk(sums, group, chunk, row, column, scratch)
-        chunk += 1
-
-
-@routine()
-def _multiply_rounded(product, panel, first, end, num_rows, scratch):
-    """Add the products of a block's rows with a tile's operands to their sums."""
-    index, operands_at = first // product.group_size, 0
-    while first < end:
-        group_end = min((index + 1) * product.group_size, end)
-        for column in range(0, PANEL, LANES):
-            group = load_group(product, panel, scratch.num_groups, index, column)
-            for row in range(0, num_rows, ROWS):
-                _multiply_group(product, group, first, group_end, row, column, operands_at, scratch)
-        operands_at += _x_words(product, group_end - first) * PANEL
-        first, index = group_end, index + 1
-
-
-@routine(forceinline=True)
-def _multiply_group_of_row(product, group, first_at, first, end, column, scratch):
-    """The same for the only row, of one group, without writing operands down."""
-    words, at, x_at = pointer(product.codes, np.float32), first_at + column, _x_at(product, 0, first, scratch)
-    chunk = first >> scratch.chunk_shift
-    for _ in range(first, end, scratch.chunk):
-        sums = zeros(1)
-        if product.bits == 4:
-            for _ in range(0, scratch.chunk, 8):
-                codes = load(words, at)
-                prefetch(words, at + AHEAD)
-                sums = add_products_i8(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 4))
-                sums = add_products_i8(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 4))
-                x_at, at = x_at + 2, at + PANEL
-            sums = sum_pairs_i16(sums)
-        else:
-            for _ in range(0, scratch.chunk, 4):
-                codes = load(words, at)
-                prefetch(words, at + AHEAD)
-                sums = add_products_i16(sums, _floats(scratch.x), x_at, 0, _first_operand(codes, 8))
-                sums = add_products_i16(sums, _floats(scratch.x), x_at + 1, 0, _second_operand(codes, 8))
-                x_at, at = x_at + 2, at + PANEL
-        _add_chunk(sums, group, chunk, 0, column, scratch)
-        chunk += 1
+_multiply_group_of_row, _multiply_group = _group_of(1), _group_of(ROWS)
 
 
 @routine()
-def _multiply_rounded_row(product, panel, scratch):
-    """The same for the only row and all inputs, without writing operands down."""
+def _multiply_rounded(product, panel, num_rows, scratch):
+    """Add the products of a block's rows with a panel to their sums."""
     at = first_word(product, panel, 0)
     for index in range(scratch.num_groups):
         first, end = index * product.group_size, (index + 1) * product.group_size
@@ -396,7 +356,11 @@ def _multiply_rounded_row(product, panel, scratch):
             tile_end = min(first // TILE * TILE + TILE, end)
             for column in range(0, PANEL, LANES):
                 group = load_group(product, panel, scratch.num_groups, index, column)
-                _multiply_group_of_row(product, group, at, first, tile_end, column, scratch)
+                if num_rows == 1:
+                    _multiply_group_of_row(product, group, at, first, tile_end, 0, column, scratch)
+                else:
+                    for row in range(0, num_rows, ROWS):
+                        _multiply_group(product, group, at, first, tile_end, row, column, scratch)
             at += (tile_end - first) * product.bits // 32 * PANEL
             first = tile_end
 
@@ -435,7 +399,7 @@ def _multiply_pair(scratch, x_at, num_words, row):
 @routine()
 def _multiply_floats(product, first, end, num_rows, scratch):
     """Add the products of a block's rows with a tile's operands to their sums."""
-    in_groups = (num_rows + FLOAT_ROWS - 1 - FEW) // FLOAT_ROWS * FLOAT_ROWS  # what is left is done in pairs
+    in_groups = (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS  # what is left is done in pairs
     num_words = round_up(end - first, 2)  # an odd last input is followed by a zero
     for row in range(0, in_groups, FLOAT_ROWS):
         _multiply_float_group(scratch, _x_at(product, row, first, scratch), num_words, row)
@@ -465,20 +429,38 @@ def _multiply_float_row(product, panel, scratch):
 
 
 @routine()
+def _multiply_few_floats(product, panel, num_rows, scratch):
+    """The same for few rows."""
+    words, x = pointer(product.codes, np.float32), _floats(scratch.x)
+    for first in range(0, product.num_inputs, TILE):
+        first_at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
+        for column in range(0, PANEL, LANES):
+            for row in range(0, num_rows, ROWS):
+                at, x_at, sums = first_at + column, _x_at(product, row, first, scratch), zeros(ROWS)
+                for _ in range(first, end, 2):
+                    codes = load(words, at)
+                    prefetch(words, at + AHEAD)
+                    sums = add_products(sums, x, x_at, TILE, _first_operand(codes, 16))
+                    sums = add_products(sums, x, x_at + 1, TILE, _second_operand(codes, 16))
+                    x_at, at = x_at + 2, at + PANEL
+                for r in range(ROWS):
+                    target = (row + r) * PANEL + column
+                    store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+
+
+@routine()
 def multiply(product, panel, num_rows, scratch):
     """Fill scratch.sums_MN with the products of a block of rows, which is loaded, with a panel."""
-    for at in range(0, round_up(num_rows, rows_at_once(product)) * PANEL, LANES):
+    for at in range(0, padded_rows(product, num_rows) * PANEL, LANES):
         store(_floats(scratch.sums_MN), at, splat(_ZERO))
-    if num_rows == 1:
-        if product.bits == 16:
-            _multiply_float_row(product, panel, scratch)
-        else:
-            _multiply_rounded_row(product, panel, scratch)
-        return
-    for first in range(0, product.num_inputs, TILE):
-        end = min(first + TILE, product.num_inputs)
-        _load_operands(product, panel, first, end, scratch)
-        if product.bits == 16:
+    if product.bits < 16:
+        _multiply_rounded(product, panel, num_rows, scratch)
+    elif num_rows == 1:
+        _multiply_float_row(product, panel, scratch)
+    elif num_rows <= FEW:
+        _multiply_few_floats(product, panel, num_rows, scratch)
+    else:
+        for first in range(0, product.num_inputs, TILE):
+            end = min(first + TILE, product.num_inputs)
+            _load_operands(product, panel, first, end, scratch)
             _multiply_floats(product, first, end, num_rows, scratch)
-        else:
-            _multiply_rounded(product, panel, first, end, num_rows, scratch)
