@@ -23,14 +23,12 @@ M rows, N outputs, K inputs.
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import binding  # type: ignore[import-untyped]
 
 from kernels.cpu.jit import routine
 from kernels.cpu.simd import (
     LANES,
+    REGISTER_LANES,
     add_products,
-    add_products_i8,
-    add_products_i16,
     add_scaled,
     and_i32,
     copy_sign,
@@ -43,6 +41,8 @@ from kernels.cpu.simd import (
     maximum,
     pointer,
     prefetch,
+    products_i8,
+    products_i16,
     shift_left_i32,
     shift_right_i32,
     splat,
@@ -50,7 +50,6 @@ from kernels.cpu.simd import (
     store_low_i8,
     store_low_i16,
     sum_of_lanes,
-    sum_pairs_i16,
     zeros,
 )
 
@@ -58,12 +57,13 @@ PANEL = 2 * LANES  # outputs
 TILE = 128  # inputs: a panel's operands of float32 take 16 KiB of the first cache
 CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
-ROWS = 4  # at once, where operands are made in registers: the sums of each take two
-FLOAT_ROWS = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # at once, where they were written down
+ROWS = 8 if REGISTER_LANES == LANES else 4  # at once, where operands are made in registers: 8 of these have sums
+FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, where they were written down
 FEW = 8  # rows of floats, for which operands are not worth writing down
 PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pairs
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
 
+_add_bytes, _total_of_bytes, _add_words = products_i8.add, products_i8.total, products_i16.add
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
 
@@ -326,16 +326,16 @@ def _group_of(num_rows):
                 for _ in range(0, scratch.chunk, 8):
                     codes = load(words, at)
                     prefetch(words, at + AHEAD)
-                    sums = add_products_i8(sums, x, x_at, stride, _first_operand(codes, 4))
-                    sums = add_products_i8(sums, x, x_at + 1, stride, _second_operand(codes, 4))
+                    sums = _add_bytes(sums, x, x_at, stride, _first_operand(codes, 4))
+                    sums = _add_bytes(sums, x, x_at + 1, stride, _second_operand(codes, 4))
                     x_at, at = x_at + 2, at + PANEL
-                sums = sum_pairs_i16(sums)
+                sums = _total_of_bytes(sums)
             else:
                 for _ in range(0, scratch.chunk, 4):
                     codes = load(words, at)
                     prefetch(words, at + AHEAD)
-                    sums = add_products_i16(sums, x, x_at, stride, _first_operand(codes, 8))
-                    sums = add_products_i16(sums, x, x_at + 1, stride, _second_operand(codes, 8))
+                    sums = _add_words(sums, x, x_at, stride, _first_operand(codes, 8))
+                    sums = _add_words(sums, x, x_at + 1, stride, _second_operand(codes, 8))
                     x_at, at = x_at + 2, at + PANEL
             _add_chunk(sums, group, chunk, row, column, scratch)
             chunk += 1

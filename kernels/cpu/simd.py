@@ -13,7 +13,7 @@ nearest even by `store`.
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -506,57 +506,74 @@ def _elements(builder: ir.IRBuilder, value: ir.Value, indices: Any) -> ir.Value:
     return builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(_INT32, len(indices)), indices))
 
 
+class Instruction(NamedTuple):
+    """An operation of the target's registers on integers."""
+
+    name: str  # LLVM's
+    width: int  # bits
+
+
 def _in_registers(
-    builder: ir.IRBuilder, name: str, width: int, left: ir.Value, right: ir.Value, result_bits: int
+    builder: ir.IRBuilder, instruction: Instruction, operands: list[ir.Value], result_bits: int
 ) -> ir.Value:
-    """Return the target's operation `name` of two vectors, done in registers of `width` bits."""
-    bits, count = left.type.element.width, left.type.count
-    lanes, result_lanes = width // bits, width // result_bits
-    part, result = _integers(lanes, bits), _integers(result_lanes, result_bits)
-    operation = cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, [part, part]), name)
-    if lanes == count:
-        return builder.call(operation, [left, right])
-    low, high = (
-        builder.call(operation, [_elements(builder, value, range(first, first + lanes)) for value in (left, right)])
-        for first in (0, lanes)
-    )
-    return builder.shuffle_vector(
-        low, high, ir.Constant(_integers(2 * result_lanes, 32), list(range(2 * result_lanes)))
-    )
+    """Return the result of an instruction for vectors of 512 bits."""
+    name, width = instruction
+    parts = []
+    for first in range(0, 512, width):
+        lanes = [range(first // size, (first + width) // size) for size in (v.type.element.width for v in operands)]
+        part = [_elements(builder, value, indices) for value, indices in zip(operands, lanes, strict=True)]
+        kind = ir.FunctionType(_integers(width // result_bits, result_bits), [value.type for value in part])
+        parts.append(builder.call(cgutils.get_or_insert_function(builder.module, kind, name), part))
+    if len(parts) == 1:
+        return parts[0]
+    low, high = parts
+    all_lanes = list(range(512 // result_bits))
+    return builder.shuffle_vector(low, high, ir.Constant(_integers(len(all_lanes), 32), all_lanes))
 
 
-def _sum_pairs(builder: ir.IRBuilder, products: ir.Value) -> ir.Value:
-    count = products.type.count
-    return builder.add(
-        _elements(builder, products, range(0, count, 2)), _elements(builder, products, range(1, count, 2))
-    )
+def _sum_groups(builder: ir.IRBuilder, products: ir.Value, size: int) -> ir.Value:
+    """Return the sums of neighbouring elements, `size` (a power of two) at a time."""
+    while size > 1:
+        count = products.type.count
+        halves = [_elements(builder, products, range(odd, count, 2)) for odd in (0, 1)]
+        products, size = builder.add(*halves), size // 2
+    return products
 
 
-def emit_byte_products(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, features: Mapping[str, bool]) -> ir.Value:
-    """Return 32 sums of 16 bits: in pairs, products of the bytes of `codes`, without a sign, and of `x`, with one."""
-    if features.get("avx512bw"):
-        return _in_registers(builder, "llvm.x86.avx512.pmaddubs.w.512", 512, codes, x, 16)
-    if features.get("avx2"):
-        return _in_registers(builder, "llvm.x86.avx2.pmadd.ub.sw", 256, codes, x, 16)
-    wide = _integers(64, 16)
-    return _sum_pairs(builder, builder.mul(builder.zext(codes, wide), builder.sext(x, wide)))
+def _multiplied(builder: ir.IRBuilder, codes: ir.Value, x: ir.Value, result_bits: int) -> ir.Value:
+    """Return products in integers of `result_bits`; bytes of `codes` have no sign."""
+    wide = _integers(codes.type.count, result_bits)
+    widen = builder.zext if codes.type.element.width == 8 else builder.sext
+    return builder.mul(widen(codes, wide), builder.sext(x, wide))
 
 
-def emit_word_products(
-    builder: ir.IRBuilder, left: ir.Value, right: ir.Value, features: Mapping[str, bool]
-) -> ir.Value:
-    """Return 16 sums of 32 bits: products of neighbouring 16-bit numbers in pairs."""
-    if features.get("avx512bw"):
-        return _in_registers(builder, "llvm.x86.avx512.pmaddw.d.512", 512, left, right, 32)
-    if features.get("avx2"):
-        return _in_registers(builder, "llvm.x86.avx2.pmadd.wd", 256, left, right, 32)
-    wide = _integers(32, 32)
-    return _sum_pairs(builder, builder.mul(builder.sext(left, wide), builder.sext(right, wide)))
+class IntegerProducts(NamedTuple):
+    """How a machine multiplies integers and adds the products up; `add` and `total` are Numba's intrinsics.
+
+    With add(sums, memory, index, stride, row), 32 bits of memory are multiplied with each 32 bits of a row and added to
+    a sum, as add_products does with floats; total(sums) makes sums of 32 bits of them.
+    """
+
+    add: Any
+    total: Any
 
 
-def integer_products(bits: int, features: Mapping[str, bool]) -> Any:
-    """Return the intrinsic for numbers of 8 or 16 bits on a machine with `features`; see add_products_i8, _i16."""
-    emit = {8: emit_byte_products, 16: emit_word_products}[bits]
+def integer_products(bits: int, features: Mapping[str, bool]) -> IntegerProducts:
+    """Return how numbers of 8 or 16 bits are multiplied on a machine with `features`.
+
+    32 bits of memory hold 4 bytes or 2 numbers of 16 bits, with a sign; those of a row 4 bytes without a sign or 2
+    numbers with one. Until `total`, sums of bytes may be numbers of 16 bits, each of two products at a time: that they
+    fit is for the caller to know. All ways give the same sums.
+    """
+    fused, multiply = _instructions(bits, features)
+    sum_bits = 32 if fused or bits == 16 else 16
+
+    def emit(builder: ir.IRBuilder, total: ir.Value, row: ir.Value, x: ir.Value) -> ir.Value:
+        if fused:
+            return _in_registers(builder, fused, [total, row, x], 32)
+        if multiply:
+            return builder.add(total, _in_registers(builder, multiply, [row, x], sum_bits))
+        return builder.add(total, _sum_groups(builder, _multiplied(builder, row, x, sum_bits), sum_bits // bits))
 
     @intrinsic
     def add(typingctx, sums, memory, index, stride, row):
@@ -568,38 +585,55 @@ def integer_products(bits: int, features: Mapping[str, bool]) -> Any:
                 address = _address(context, builder, signature.args[1], memory, index)
                 word = builder.load(builder.bitcast(address, _INT32.as_pointer()), align=4)
                 x = builder.bitcast(_broadcast(builder, word), row.type)
-                products = emit(builder, row, x, features)
-                total = builder.add(builder.bitcast(total, products.type), products)
+                total = emit(builder, builder.bitcast(total, _integers(512 // sum_bits, sum_bits)), row, x)
                 added.append(builder.bitcast(total, _FLOATS))
                 index = builder.add(index, stride)
             return context.make_tuple(builder, signature.return_type, added)
 
         return sums(sums, memory, types.int64, types.int64, vector), generate
 
-    return add
+    @intrinsic
+    def total(typingctx, sums):
+        def generate(context, builder, signature, args):
+            if sum_bits == 32:
+                return args[0]
+            ones = ir.Constant(_integers(32, 16), [1] * 32)
+            _, multiply = _instructions(16, features)
+            totals = []
+            for value in cgutils.unpack_tuple(builder, args[0]):
+                pairs = builder.bitcast(value, ones.type)
+                if multiply:
+                    pairs = _in_registers(builder, multiply, [pairs, ones], 32)
+                else:
+                    pairs = _sum_groups(builder, builder.sext(pairs, _integers(32, 32)), 2)
+                totals.append(builder.bitcast(pairs, _FLOATS))
+            return context.make_tuple(builder, signature.return_type, totals)
+
+        return sums(sums), generate
+
+    return IntegerProducts(add, total)
+
+
+def _instructions(bits: int, features: Mapping[str, bool]) -> tuple[Instruction | None, Instruction | None]:
+    """Return what adds products of 8 or 16 bits to a sum of 32, and what only multiplies and adds pairs, if any."""
+    fused, narrow, wide = {
+        8: ("vpdpbusd", "avx2.pmadd.ub.sw", "avx512.pmaddubs.w.512"),
+        16: ("vpdpwssd", "avx2.pmadd.wd", "avx512.pmaddw.d.512"),
+    }[bits]
+    if features.get("avx512vnni"):
+        return Instruction(f"llvm.x86.avx512.{fused}.512", 512), None
+    if features.get("avxvnni"):
+        return Instruction(f"llvm.x86.avx512.{fused}.256", 256), None
+    if features.get("avx512bw"):
+        return None, Instruction(f"llvm.x86.{wide}", 512)
+    if features.get("avx2"):
+        return None, Instruction(f"llvm.x86.{narrow}", 256)
+    return None, None
 
 
 _FEATURES = binding.get_host_cpu_features()
-
-# As add_products, in integers: each 32 bits of x hold 4 bytes with a sign, those of the row 4 bytes without, and a sum
-# is 32 numbers of 16 bits, each of two products at a time. That they fit is for the caller to know.
-add_products_i8 = integer_products(8, _FEATURES)
-add_products_i16 = integer_products(16, _FEATURES)  # of 2 numbers with a sign; a sum is 16 numbers of 32 bits
-
-
-@intrinsic
-def sum_pairs_i16(typingctx, sums):
-    """Return, for each of a tuple of sums, neighbouring 16-bit numbers added up to 32 bits."""
-
-    def generate(context, builder, signature, args):
-        ones = ir.Constant(_integers(32, 16), [1] * 32)
-        paired = [
-            emit_word_products(builder, builder.bitcast(total, ones.type), ones, _FEATURES)
-            for total in cgutils.unpack_tuple(builder, args[0])
-        ]
-        return context.make_tuple(builder, signature.return_type, [builder.bitcast(total, _FLOATS) for total in paired])
-
-    return sums(sums), generate
+products_i8 = integer_products(8, _FEATURES)
+products_i16 = integer_products(16, _FEATURES)
 
 
 @intrinsic

@@ -1,4 +1,10 @@
-from collections.abc import Callable
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,31 +34,62 @@ def test_tanh_is_as_close_as_it_says() -> None:
     np.testing.assert_array_equal(out[:4], [1.0, -1.0, np.nan, 0.0])
 
 
-def products_of(bits: int, features: dict[str, bool]) -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
+def products_of(bits: int, features: dict[str, bool]) -> Any:
     """Return a kernel that writes the sums of products of a word of x, for two rows, with a vector of operands."""
-    add = integer_products(bits, features)
+    add, total = integer_products(bits, features)
 
     @kernel(cache=False)
     def run(x: np.ndarray, operands: np.ndarray, out: np.ndarray) -> None:
         sums = add(zeros(2), x, 0, 1, load(operands, 0))
-        sums = add(sums, x, 0, 1, load(operands, 0))
+        sums = total(add(sums, x, 0, 1, load(operands, 0)))
         store(out, 0, sums[0])
         store(out, LANES, sums[1])
 
     return run
 
 
-@pytest.mark.parametrize("features", [{}, {"avx2": True}])
+@pytest.mark.parametrize("features", [{}, {"avx2": True}, {"avx512bw": True}, {"avx512vnni": True}, {"avxvnni": True}])
 @pytest.mark.parametrize("bits", [8, 16])
 def test_integer_products_are_exact(bits: int, features: dict[str, bool]) -> None:
-    if features and not binding.get_host_cpu_features().get("avx2"):
-        pytest.skip("this machine has no AVX2")
+    if missing := [name for name in features if not binding.get_host_cpu_features().get(name)]:
+        pytest.skip(f"this machine has no {missing[0]}")
     generator = np.random.default_rng(0)
-    kind, wide = (np.int8, np.int16) if bits == 8 else (np.int16, np.int32)
+    kind = np.int8 if bits == 8 else np.int16
     x = generator.integers(-(2 ** (bits - 1)) + 1, 2 ** (bits - 1), 64 // bits).astype(kind)
     operands = generator.integers(0, 16 if bits == 8 else 256, 512 // bits).astype(np.uint8 if bits == 8 else np.int16)
     out = np.zeros(2 * LANES, np.float32)
     products_of(bits, features)(x.view(np.float32), operands.view(np.float32), out)
     for row, inputs in enumerate(np.split(x, 2)):
-        products = np.tile(inputs, LANES).astype(wide) * operands.astype(wide)
-        np.testing.assert_array_equal(np.split(out.view(wide), 2)[row], 2 * products.reshape(-1, 2).sum(-1))
+        products = np.tile(inputs, LANES).astype(np.int32) * operands.astype(np.int32)
+        np.testing.assert_array_equal(np.split(out.view(np.int32), 2)[row], 2 * products.reshape(LANES, -1).sum(-1))
+
+
+COMPILING = """
+import sys
+from tests.kernels.test_simd import products_of
+from numba import float32, void
+for bits in (8, 16):
+    kernel = products_of(bits, {sys.argv[1]: True})
+    kernel.compile(void(float32[::1], float32[::1], float32[::1]))
+    print(*kernel.inspect_asm().values())
+"""
+
+
+@pytest.mark.parametrize(
+    ("feature", "instructions"),
+    [
+        pytest.param("avx512vnni", r"vpdpbusd\s.*%zmm.*vpdpwssd\s.*%zmm", id="avx512vnni"),
+        pytest.param("avxvnni", r"vpdpbusd\s.*%ymm.*vpdpwssd\s.*%ymm", id="avxvnni"),
+    ],
+)
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
+def test_products_are_one_instruction_where_there_is_one(feature: str, instructions: str, tmp_path: Path) -> None:
+    """Compiled for another processor, whether or not this one could run it."""
+    environ = os.environ | {
+        "NUMBA_CPU_NAME": "sapphirerapids",
+        "NUMBA_CPU_FEATURES": "",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-c", COMPILING, feature]
+    compiled = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert re.search(instructions, compiled.stdout.replace("\n", " "))
