@@ -205,7 +205,7 @@ def product(at, shared, number, num_threads, like):
     """Fields: those of Product without the number of rows."""
     f, _ = _fields(at)
     rows = known(shared).num_tokens
-    of = Product(f[0], f[1], f[2], f[3], f[4], f[5], rows, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13])
+    of = Product(*(f[0], f[1], f[2], f[3], f[4], f[5], rows, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14]))
     num_tasks, num_chunks = panel_products.num_tasks_of(of, num_threads)
     panel_products.work(of, num_tasks, num_chunks, _counter(at))
     return 1

@@ -12,6 +12,7 @@ from torch.nn import functional
 from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE, contiguous, require_inside
 from kernels.cpu.panels import PANEL
+from kernels.cpu.simd import HAS_BFLOAT16
 from kernels.groupwise import GroupwiseWeight
 
 ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
@@ -33,7 +34,7 @@ class PanelLinear:
     @property
     def form(self) -> str:
         if self.bits == 16:
-            return "bfloat16 weights, multiplied in float32"
+            return f"bfloat16 weights, multiplied in {'pairs' if HAS_BFLOAT16 else 'float32'}"
         rounded = ROUNDED_BITS[self.bits]
         return f"{self.bits}-bit weights in groups of {self.group_size}, times inputs of {rounded} bits"
 
@@ -41,6 +42,10 @@ class PanelLinear:
     def nbytes(self) -> int:
         held = (self.codes, self.scales, self.offsets, self.bias)
         return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def multiplies_in_pairs(self, x_dtype: torch.dtype) -> bool:
+        """Return whether the processor multiplies the weights with inputs of this dtype as they are."""
+        return HAS_BFLOAT16 and self.bits == 16 and x_dtype == torch.bfloat16
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
@@ -119,6 +124,7 @@ def _sizes(num_rows: int, layer: PanelLinear, out_dtype: torch.dtype, x_dtype: t
         *(num_rows, layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits),
         *(out_dtype.itemsize, x_dtype.itemsize),
         *(0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)),
+        int(layer.multiplies_in_pairs(x_dtype)),
     )
 
 

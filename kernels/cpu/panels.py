@@ -13,7 +13,8 @@ products of a chunk are then added up in integers, exactly.
 
 One output of one row is always the same sequence of operations. Of integers: a chunk's sum, times the row's factor,
 times the scale, added to the chunks before with a fused multiply-add; then the sum of the row's inputs times the offset
-likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up. How
+likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up; where
+the processor multiplies pairs of such numbers, the chain is of those. How
 many rows there are decides only where the operands stand meanwhile: in registers, made anew for every few rows, or,
 of bfloat16 and many rows, in a tile that stays in the first cache while all rows of a block pass by.
 
@@ -41,6 +42,7 @@ from kernels.cpu.simd import (
     maximum,
     pointer,
     prefetch,
+    products_bfloat16,
     products_i8,
     products_i16,
     shift_left_i32,
@@ -64,6 +66,7 @@ PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pai
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
 
 _add_bytes, _total_of_bytes, _add_words = products_i8.add, products_i8.total, products_i16.add
+_add_pairs = products_bfloat16
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
 
@@ -86,6 +89,7 @@ class Product(NamedTuple):
     x_bytes: int
     scale_bytes: int  # 4: float32, 2: float16
     offset_bytes: int
+    in_pairs: int  # 1: bfloat16 inputs and weights are multiplied in pairs, as the words that they are
 
 
 class Group(NamedTuple):
@@ -126,7 +130,7 @@ def num_panels(product):
 
 @routine()
 def rows_at_once(product):
-    return FLOAT_ROWS if product.bits == 16 else ROWS
+    return FLOAT_ROWS if product.bits == 16 and not product.in_pairs else ROWS
 
 
 @routine()
@@ -144,7 +148,7 @@ def padded_rows(product, num_rows):
 @routine(forceinline=True)
 def _x_words(product, num_inputs):
     """Return how many words of x hold `num_inputs` of one row."""
-    return num_inputs * product.bits // 16
+    return num_inputs // 2 if product.in_pairs else num_inputs * product.bits // 16
 
 
 @routine()
@@ -226,17 +230,32 @@ def _load_rounded_row(product, source, row, scratch):
 
 
 @routine()
+def _copy_row(product, source, row, scratch):
+    """Write a row of bfloat16 inputs as it is. An odd last one is followed by a zero."""
+    x, target = pointer(product.x, np.uint16), pointer(scratch.x, np.uint16)
+    for first in range(0, product.num_inputs, TILE):
+        at = 2 * _x_at(product, row, first, scratch)
+        for k in range(first, min(first + TILE, product.num_inputs)):
+            target[at + k - first] = x[source + k]
+
+
+@routine()
+def _widen_row(product, source, row, scratch):
+    """Write a row of inputs as float32."""
+    for k in range(0, product.num_inputs, LANES):
+        lanes = _load_x(product, source + k, product.num_inputs - k)
+        store(_floats(scratch.x), _x_at(product, row, k, scratch), lanes)
+
+
+@routine()
 def load_rows(product, first_row, num_rows, scratch):
     """Fill scratch with the inputs of rows first_row to first_row + num_rows."""
     for row in range(num_rows):
         source = (first_row + row) * product.num_inputs
-        if product.bits == 16:
-            for k in range(0, product.num_inputs, LANES):
-                store(
-                    _floats(scratch.x),
-                    _x_at(product, row, k, scratch),
-                    _load_x(product, source + k, product.num_inputs - k),
-                )
+        if product.in_pairs:
+            _copy_row(product, source, row, scratch)
+        elif product.bits == 16:
+            _widen_row(product, source, row, scratch)
         else:
             _load_rounded_row(product, source, row, scratch)
 
@@ -448,6 +467,42 @@ def _multiply_few_floats(product, panel, num_rows, scratch):
                     store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
 
 
+def _tile_of(num_rows):
+    """Return a routine that multiplies so many rows in pairs."""
+
+    @routine(forceinline=True)
+    def multiply_tile(product, first_at, first, end, row, column, scratch):
+        """Add the products of rows, which begin with `row`, with inputs first to end, of one tile, to their sums."""
+        words, x, sums = pointer(product.codes, np.float32), _floats(scratch.x), zeros(num_rows)
+        at, x_at = first_at + column, _x_at(product, row, first, scratch)
+        for _ in range(first, end, 2):
+            codes = load(words, at)
+            prefetch(words, at + AHEAD)
+            sums = _add_pairs(sums, x, x_at, scratch.row_words, codes)
+            x_at, at = x_at + 1, at + PANEL
+        for r in range(num_rows):
+            target = (row + r) * PANEL + column
+            store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+
+    return multiply_tile
+
+
+_multiply_tile_of_row, _multiply_tile = _tile_of(1), _tile_of(ROWS)
+
+
+@routine()
+def _multiply_in_pairs(product, panel, num_rows, scratch):
+    """Add the products of a block's rows with a panel to their sums."""
+    for first in range(0, product.num_inputs, TILE):
+        at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
+        for column in range(0, PANEL, LANES):
+            if num_rows == 1:
+                _multiply_tile_of_row(product, at, first, end, 0, column, scratch)
+            else:
+                for row in range(0, num_rows, ROWS):
+                    _multiply_tile(product, at, first, end, row, column, scratch)
+
+
 @routine()
 def multiply(product, panel, num_rows, scratch):
     """Fill scratch.sums_MN with the products of a block of rows, which is loaded, with a panel."""
@@ -455,6 +510,8 @@ def multiply(product, panel, num_rows, scratch):
         store(_floats(scratch.sums_MN), at, splat(_ZERO))
     if product.bits < 16:
         _multiply_rounded(product, panel, num_rows, scratch)
+    elif product.in_pairs:
+        _multiply_in_pairs(product, panel, num_rows, scratch)
     elif num_rows == 1:
         _multiply_float_row(product, panel, scratch)
     elif num_rows <= FEW:

@@ -1,7 +1,7 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
-Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones where the machine has
-no instructions for them.
+Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones, but on machines that
+multiply matrices of them (AMX).
 
 M rows, N outputs, K inputs.
 """
@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from kernels.cpu import panel_linear
 from kernels.cpu.panel_linear import PanelLinear
+from kernels.cpu.simd import HAS_BFLOAT16
 from kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
@@ -52,8 +53,8 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
     dtype = weight_NK.dtype
     if dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a weight on the CPU is float32 or bfloat16, not {dtype}")
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return panel_linear.pack_bfloat16(weight_NK, bias_N)  # oneDNN's would be five to ten times slower
+    if dtype == torch.bfloat16 and not _is_for_onednn():
+        return panel_linear.pack_bfloat16(weight_NK, bias_N)
     num_outputs, num_inputs = weight_NK.shape
     least, most = invariant_rows(num_outputs, num_inputs, dtype, torch.get_num_threads())
     return PlainLinear(
@@ -65,6 +66,16 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
         min_rows=least,
         max_rows=most,
     )
+
+
+def _is_for_onednn() -> bool:
+    """Return whether bfloat16 weights are oneDNN's.
+
+    Without instructions for them it is five to ten times slower than panels; where they are AVX-512-BF16's, panels take
+    the same ones. Others (AMX, Arm's) are known to oneDNN alone.
+    """
+    is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return is_supported and (not HAS_BFLOAT16 or torch.cpu._is_amx_tile_supported())
 
 
 def linear(x_MK: Tensor, layer: PlainLinear | PanelLinear, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -243,7 +243,8 @@ class Program:
         require_shape("x", x_TK, (self.num_rows, layer.num_inputs))
         sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
         factor_bytes = [0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)]
-        self._append(operations.product, [out_TN, x_TK], *layer.addresses, *sizes, *factor_bytes)
+        in_pairs = int(layer.multiplies_in_pairs(x_TK.dtype))
+        self._append(operations.product, [out_TN, x_TK], *layer.addresses, *sizes, *factor_bytes, in_pairs)
         self._held.append(layer)
         self._num_weights += layer.num_outputs * layer.num_inputs
 

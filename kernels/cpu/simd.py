@@ -631,7 +631,59 @@ def _instructions(bits: int, features: Mapping[str, bool]) -> tuple[Instruction 
     return None, None
 
 
+class _BFloatType(ir.HalfType):
+    """LLVM's bfloat, for which llvmlite has no class."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+_BFloatType._create_instance()
+
+
+def bfloat16_products(features: Mapping[str, bool]) -> Any:
+    """Return an intrinsic like add_products for bfloat16 numbers in pairs, each pair 32 bits of memory and of a row.
+
+    With AVX-512-BF16 it is one instruction, which takes numbers below the least normal one for zero. Without, it is a
+    fused multiply-add with the lower number of each pair, then one with the other.
+    """
+    has_instruction = features.get("avx512bf16", False)
+
+    def emit(builder: ir.IRBuilder, total: ir.Value, row: ir.Value, x: ir.Value) -> ir.Value:
+        if has_instruction:
+            pairs = ir.VectorType(_BFloatType(), 2 * LANES)
+            kind = ir.FunctionType(_FLOATS, [_FLOATS, pairs, pairs])
+            name = "llvm.x86.avx512bf16.dpbf16ps.512"
+            multiply = cgutils.get_or_insert_function(builder.module, kind, name)
+            return builder.call(multiply, [total, builder.bitcast(row, pairs), builder.bitcast(x, pairs)])
+        fused = builder.module.declare_intrinsic("llvm.fma.v16f32", (), ir.FunctionType(_FLOATS, [_FLOATS] * 3))
+        for widen in (
+            lambda words: builder.shl(words, _ints(32, 16)),
+            lambda words: builder.and_(words, _ints(32, 0xFFFF0000)),
+        ):
+            total = builder.call(fused, [builder.bitcast(widen(words), _FLOATS) for words in (x, row)] + [total])
+        return total
+
+    @intrinsic
+    def add(typingctx, sums, memory, index, stride, row):
+        def generate(context, builder, signature, args):
+            sums, memory, index, stride, row = args
+            row, added = builder.bitcast(row, _ints(32)), []
+            for total in cgutils.unpack_tuple(builder, sums):
+                address = _address(context, builder, signature.args[1], memory, index)
+                word = builder.load(builder.bitcast(address, _INT32.as_pointer()), align=4)
+                added.append(emit(builder, total, row, _broadcast(builder, word)))
+                index = builder.add(index, stride)
+            return context.make_tuple(builder, signature.return_type, added)
+
+        return sums(sums, memory, types.int64, types.int64, vector), generate
+
+    return add
+
+
 _FEATURES = binding.get_host_cpu_features()
+HAS_BFLOAT16 = _FEATURES.get("avx512bf16", False)  # instructions that multiply such numbers in pairs
+products_bfloat16 = bfloat16_products(_FEATURES)
 products_i8 = integer_products(8, _FEATURES)
 products_i16 = integer_products(16, _FEATURES)
 

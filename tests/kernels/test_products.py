@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from kernels import cpu, reference
+from kernels.cpu import panel_linear, panel_products
+from kernels.cpu.simd import HAS_BFLOAT16
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -54,6 +56,18 @@ def test_product_equals_reference(rows: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(cpu.linear(x, layer, out_dtype), expected, **tolerance)
 
 
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(70, 300), (5, 7)])
+@pytest.mark.parametrize("rows", [1, 3, 40, 200])
+@pytest.mark.skipif(HAS_BFLOAT16, reason="this processor's instruction rounds in its own way")
+def test_pairs_of_bfloat16_are_multiplied_as_one_by_one(num_outputs: int, num_inputs: int, rows: int) -> None:
+    """What only processors with such an instruction do, done here without it."""
+    layer = panel_linear.pack_bfloat16(draw(num_outputs, num_inputs, dtype=BFLOAT16), draw(num_outputs))
+    x, out = draw(rows, num_inputs, dtype=BFLOAT16), torch.empty(rows, num_outputs)
+    sizes = (rows, num_outputs, num_inputs, 0, 16, out.itemsize, x.itemsize, 0, 0)
+    panel_products.linear((out.data_ptr(), x.data_ptr(), *layer.addresses), (*sizes, 1), 1)
+    assert torch.equal(out, panel_linear.linear(x, layer, FLOAT32))
+
+
 def test_few_rows_are_padded_and_many_are_sliced() -> None:
     layer = cpu.pack_linear(draw(48, 80), draw(48))
     narrow = dataclasses.replace(layer, min_rows=8, max_rows=16)
@@ -79,8 +93,9 @@ def test_weight_and_bias_are_not_kept(dtype: torch.dtype) -> None:
 def test_form_says_how_products_are_computed() -> None:
     assert cpu.pack_linear(draw(8, 8)).form == "float32 weights, oneDNN prepacked"
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    form = f"bfloat16 weights, {'oneDNN prepacked' if native else 'multiplied in float32'}"
-    assert cpu.pack_linear(draw(8, 8, dtype=BFLOAT16)).form == form
+    ways = ["oneDNN prepacked"] if native else ["multiplied in float32"]
+    ways += ["multiplied in pairs"] if HAS_BFLOAT16 else []
+    assert cpu.pack_linear(draw(8, 8, dtype=BFLOAT16)).form in [f"bfloat16 weights, {way}" for way in ways]
 
 
 def test_what_does_not_fit_is_refused() -> None:

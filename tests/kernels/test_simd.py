@@ -11,7 +11,7 @@ import pytest
 from llvmlite import binding  # type: ignore[import-untyped]
 
 from kernels.cpu.jit import kernel
-from kernels.cpu.simd import LANES, integer_products, load, store, tanh, zeros
+from kernels.cpu.simd import LANES, bfloat16_products, integer_products, load, store, tanh, zeros
 
 
 @kernel(cache=False)
@@ -64,12 +64,24 @@ def test_integer_products_are_exact(bits: int, features: dict[str, bool]) -> Non
         np.testing.assert_array_equal(np.split(out.view(np.int32), 2)[row], 2 * products.reshape(LANES, -1).sum(-1))
 
 
+def products_of_pairs(features: dict[str, bool]) -> Any:
+    """Return a kernel that adds the products of a word of x with a vector of pairs to the vector `out`."""
+    add = bfloat16_products(features)
+
+    @kernel(cache=False)
+    def run(x: np.ndarray, pairs: np.ndarray, out: np.ndarray) -> None:
+        (total,) = add(zeros(1), x, 0, 0, load(pairs, 0))
+        store(out, 0, load(out, 0) + total)
+
+    return run
+
+
 COMPILING = """
 import sys
-from tests.kernels.test_simd import products_of
+from tests.kernels.test_simd import products_of, products_of_pairs
 from numba import float32, void
-for bits in (8, 16):
-    kernel = products_of(bits, {sys.argv[1]: True})
+feature = {sys.argv[1]: True}
+for kernel in (products_of(8, feature), products_of(16, feature), products_of_pairs(feature)):
     kernel.compile(void(float32[::1], float32[::1], float32[::1]))
     print(*kernel.inspect_asm().values())
 """
@@ -80,6 +92,7 @@ for bits in (8, 16):
     [
         pytest.param("avx512vnni", r"vpdpbusd\s.*%zmm.*vpdpwssd\s.*%zmm", id="avx512vnni"),
         pytest.param("avxvnni", r"vpdpbusd\s.*%ymm.*vpdpwssd\s.*%ymm", id="avxvnni"),
+        pytest.param("avx512bf16", r"vdpbf16ps\s.*%zmm", id="avx512bf16"),
     ],
 )
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
