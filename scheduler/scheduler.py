@@ -10,6 +10,8 @@ Every sequence that was taken ends, whatever the order of events, as long as ste
    priority and were there before B; if preempted they come back behind it. So B advances to its next token.
 3. If nothing runs, nothing but steps in flight holds blocks, so the first in waiting is admitted once these are done;
    it waits for the prefix that another computes only while that is in flight.
+4. A limit on the tokens of prompts holds in a step only if some sequence generates in it, and is one token or more. So
+   prompts advance in any case, each after those before it, which have fewer to compute with every step.
 
 So new tokens or ends always come, and there are finitely many of them.
 """
@@ -44,13 +46,24 @@ class Plan:
     """A step that is being planned."""
 
     budget: int  # tokens
+    prompt_budget: int  # of these, for sequences that have more than one to compute
     shares: dict[int, Share] = field(default_factory=dict)  # by seq_id, in order
 
-    def add(self, share: Share) -> None:
+    def num_tokens(self, num_remaining_tokens: int) -> int:
+        """Return how many of its remaining tokens a sequence may compute."""
+        if num_remaining_tokens > 1:
+            return min(num_remaining_tokens, self.prompt_budget, self.budget)
+        return min(num_remaining_tokens, self.budget)
+
+    def add(self, share: Share, *, is_prompt: bool) -> None:
         self.shares[share.sequence.seq_id] = share
-        self.budget -= share.end - share.start
+        num_tokens = share.end - share.start
+        self.budget -= num_tokens
+        if is_prompt:
+            self.prompt_budget -= num_tokens
 
     def remove(self, seq_id: int) -> Share | None:
+        """Take a share out again. What it had of the budget for prompts is spent all the same."""
         share = self.shares.pop(seq_id, None)
         if share:
             self.budget += share.end - share.start
@@ -162,12 +175,19 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
-    def schedule(self) -> PlannedStep | None:
-        """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
+    def schedule(self, max_num_prompt_tokens: int | None = None) -> PlannedStep | None:
+        """Return the next step, or None if there is nothing to do now. One earlier step may be in flight.
+
+        A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
+        generate, all others together have at most `max_num_prompt_tokens` (>= 1), and leave each running one its token.
+        """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
-        plan = Plan(self.limits.max_num_batched_tokens)
+        budget = self.limits.max_num_batched_tokens
+        plan = Plan(budget, budget)
+        if max_num_prompt_tokens is not None and any(sequence.num_remaining_tokens == 1 for sequence in self.running):
+            plan.prompt_budget = min(max_num_prompt_tokens, budget + 1 - len(self.running))
         num_preemptions = self.counters.num_preemptions
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
@@ -179,18 +199,19 @@ class Scheduler:
         for sequence in self.running.copy():
             if not (plan.budget and sequence.is_running):
                 continue
-            num_tokens = min(sequence.num_remaining_tokens, plan.budget)
+            num_remaining_tokens = sequence.num_remaining_tokens
+            num_tokens = plan.num_tokens(num_remaining_tokens)
             if not num_tokens:
                 continue
             has_room = sequence.num_planned_tokens + num_tokens <= len(sequence.block_table) * block_size
             if has_room or self._grow(sequence, num_tokens, plan):
-                plan.add(self._share(sequence, num_tokens))
+                plan.add(self._share(sequence, num_tokens), is_prompt=num_remaining_tokens > 1)
 
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit in order; one that waits for its own late result or for a prefix in flight may be overtaken."""
         num_places = self.limits.max_num_seqs - len(self.running)
         for sequence in self.suspects.admissible(self.waiting, self.running)[:num_places]:
-            if not plan.budget:
+            if not (plan.budget and plan.prompt_budget):
                 return
             if sequence.in_flight:
                 continue
@@ -199,7 +220,9 @@ class Scheduler:
                 continue
             if not self._admit(sequence, cached_blocks):
                 return
-            plan.add(self._share(sequence, min(sequence.num_remaining_tokens, plan.budget)))
+            num_remaining_tokens = sequence.num_remaining_tokens
+            share = self._share(sequence, plan.num_tokens(num_remaining_tokens))
+            plan.add(share, is_prompt=num_remaining_tokens > 1)
 
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
