@@ -47,27 +47,12 @@ class Plan:
 
     budget: int  # tokens
     prompt_budget: int  # of these, for sequences that have more than one to compute
-    shares: dict[int, Share] = field(default_factory=dict)  # by seq_id, in order
+    shares: list[Share] = field(default_factory=list)
 
-    def num_tokens(self, num_remaining_tokens: int) -> int:
-        """Return how many of its remaining tokens a sequence may compute."""
-        if num_remaining_tokens > 1:
-            return min(num_remaining_tokens, self.prompt_budget, self.budget)
-        return min(num_remaining_tokens, self.budget)
-
-    def add(self, share: Share, *, is_prompt: bool) -> None:
-        self.shares[share.sequence.seq_id] = share
-        num_tokens = share.end - share.start
-        self.budget -= num_tokens
-        if is_prompt:
-            self.prompt_budget -= num_tokens
-
-    def remove(self, seq_id: int) -> Share | None:
+    def remove(self, share: Share) -> None:
         """Take a share out again. What it had of the budget for prompts is spent all the same."""
-        share = self.shares.pop(seq_id, None)
-        if share:
-            self.budget += share.end - share.start
-        return share
+        self.shares.remove(share)
+        self.budget += share.end - share.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +182,16 @@ class Scheduler:
     def _plan_running(self, plan: Plan) -> None:
         block_size = self.limits.block_size
         for sequence in self.running.copy():
-            if not (plan.budget and sequence.is_running):
-                continue
-            num_remaining_tokens = sequence.num_remaining_tokens
-            num_tokens = plan.num_tokens(num_remaining_tokens)
-            if not num_tokens:
+            if not plan.budget:
+                return
+            num_tokens = sequence.num_remaining_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
+            if not (num_tokens and sequence.is_running):
                 continue
             has_room = sequence.num_planned_tokens + num_tokens <= len(sequence.block_table) * block_size
             if has_room or self._grow(sequence, num_tokens, plan):
-                plan.add(self._share(sequence, num_tokens), is_prompt=num_remaining_tokens > 1)
+                self._add_share(sequence, num_tokens, plan)
 
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit in order; one that waits for its own late result or for a prefix in flight may be overtaken."""
@@ -220,9 +206,7 @@ class Scheduler:
                 continue
             if not self._admit(sequence, cached_blocks):
                 return
-            num_remaining_tokens = sequence.num_remaining_tokens
-            share = self._share(sequence, plan.num_tokens(num_remaining_tokens))
-            plan.add(share, is_prompt=num_remaining_tokens > 1)
+            self._add_share(sequence, min(sequence.num_remaining_tokens, plan.prompt_budget, plan.budget), plan)
 
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
@@ -273,7 +257,8 @@ class Scheduler:
         return sequence.priority, self.tenants.num_served_tokens(sequence.tenant), sequence.arrival
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        if share := plan.remove(sequence.seq_id):
+        if sequence.in_flight and (share := sequence.in_flight[-1]) in plan.shares:
+            plan.remove(share)
             sequence.in_flight.remove(share)
             self.prefixes.leave(share)
         self.running.remove(sequence)
@@ -281,7 +266,7 @@ class Scheduler:
         self._wait_again(sequence)
         self.counters.num_preemptions += 1
 
-    def _share(self, sequence: Sequence, num_tokens: int) -> Share:
+    def _add_share(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
         """Plan the next `num_tokens` tokens of a running sequence."""
         start = sequence.num_planned_tokens
         end = start + num_tokens
@@ -291,19 +276,21 @@ class Scheduler:
         sequence.num_planned_tokens = end
         sequence.needs_init = False
         sequence.in_flight.append(share)
+        plan.shares.append(share)
+        plan.budget -= num_tokens
         if end <= num_known_tokens:
+            if num_tokens > 1 or end < num_known_tokens:
+                plan.prompt_budget -= num_tokens
             self.prefixes.enter(share)
-        return share
 
     def _send(self, plan: Plan) -> PlannedStep:
         self._num_planned_steps += 1
         forget, self.forget = list(self.forget), {}
-        shares = list(plan.shares.values())
-        step = StepInFlight(self._num_planned_steps, shares, forget)
+        step = StepInFlight(self._num_planned_steps, plan.shares, forget)
         self.steps_in_flight.append(step)
         self.counters.num_steps += 1
         self.counters.num_scheduled_tokens += self.limits.max_num_batched_tokens - plan.budget
-        return PlannedStep(step.step_id, [self._sequence_step(share) for share in shares], forget)
+        return PlannedStep(step.step_id, [self._sequence_step(share) for share in plan.shares], forget)
 
     def _sequence_step(self, share: Share) -> SequenceStep:
         sequence = share.sequence
