@@ -180,7 +180,6 @@ class Scheduler:
         return self._send(plan) if plan.shares else None
 
     def _plan_running(self, plan: Plan) -> None:
-        block_size = self.limits.block_size
         for sequence in self.running.copy():
             if not plan.budget:
                 return
@@ -189,7 +188,7 @@ class Scheduler:
                 num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
             if not (num_tokens and sequence.is_running):
                 continue
-            has_room = sequence.num_planned_tokens + num_tokens <= len(sequence.block_table) * block_size
+            has_room = sequence.num_planned_tokens + num_tokens <= sequence.num_slots
             if has_room or self._grow(sequence, num_tokens, plan):
                 self._add_share(sequence, num_tokens, plan)
 
@@ -219,7 +218,7 @@ class Scheduler:
             return False
         self._leave_waiting(sequence)
         self.blocks.acquire(cached_blocks)
-        sequence.block_table = array("i", cached_blocks + self.blocks.allocate(num_new_blocks))
+        self._set_blocks(sequence, array("i", cached_blocks + self.blocks.allocate(num_new_blocks)))
         sequence.num_registered_blocks = len(cached_blocks)
         sequence.num_computed_tokens = len(cached_blocks) * self.limits.block_size
         sequence.num_planned_tokens = sequence.num_computed_tokens
@@ -239,10 +238,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Give a running sequence the blocks that it lacks for its next tokens; return False if it must sit out."""
-        num_missing_slots = (
-            sequence.num_planned_tokens + num_tokens - len(sequence.block_table) * self.limits.block_size
-        )
-        num_blocks = self.limits.num_blocks_for(num_missing_slots)
+        num_blocks = self.limits.num_blocks_for(sequence.num_planned_tokens + num_tokens - sequence.num_slots)
         while num_blocks > self.blocks.num_available:
             if self.num_held_blocks:  # some come free when the step in flight is done
                 return False
@@ -250,8 +246,14 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        sequence.block_table.extend(self.blocks.allocate(num_blocks))
+        self._set_blocks(sequence, sequence.block_table + array("i", self.blocks.allocate(num_blocks)))
         return True
+
+    def _set_blocks(self, sequence: Sequence, block_table: "array[int]") -> None:
+        """Give a sequence another block table. Nothing else does: it is packed here, once for many steps."""
+        sequence.block_table = block_table
+        sequence.packed_block_table = block_table.tobytes()
+        sequence.num_slots = len(block_table) * self.limits.block_size
 
     def _victim_key(self, sequence: Sequence) -> tuple[int, int, int]:
         return sequence.priority, self.tenants.num_served_tokens(sequence.tenant), sequence.arrival
@@ -295,12 +297,12 @@ class Scheduler:
     def _sequence_step(self, share: Share) -> SequenceStep:
         sequence = share.sequence
         sequence.is_on_executor = True
-        block_table = sequence.block_table
-        if share.end <= (len(block_table) - 1) * self.limits.block_size:
-            block_table = block_table[: self.limits.num_blocks_for(share.end)]
+        block_table = sequence.packed_block_table
+        if share.end <= sequence.num_slots - self.limits.block_size:
+            block_table = block_table[: 4 * self.limits.num_blocks_for(share.end)]
         token_ids = sequence.pack(share.start, share.end) if share.start < sequence.num_tokens else b""
         init = sequence.make_init() if share.has_init else None
-        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table.tobytes(),), share.samples, init)
+        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table,), share.samples, init)
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight; that of any other step is ignored."""
@@ -409,7 +411,7 @@ class Scheduler:
         running, self.running = self.running, []
         for sequence in self.sequences.values():
             sequence.in_flight.clear()
-            sequence.block_table = array("i")
+            self._set_blocks(sequence, array("i"))
             sequence.is_on_executor = False
         for sequence in running:
             self._wait_again(sequence)
@@ -464,7 +466,8 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence, once the last step in flight that names them is done."""
-        block_table, sequence.block_table = sequence.block_table, array("i")
+        block_table = sequence.block_table
+        self._set_blocks(sequence, array("i"))
         for share in sequence.in_flight:
             share.keeps_kv = False
         if not sequence.in_flight:
