@@ -76,6 +76,7 @@ def _check_waiting(sequence: Sequence) -> None:
     seq_id = sequence.seq_id
     assert not sequence.is_running, f"sequence {seq_id} waits and is marked as running"
     assert sequence.finish_reason is None, f"sequence {seq_id} waits and has ended"
-    assert not (sequence.block_table or sequence.num_slots), f"sequence {seq_id} waits and has blocks"
+    assert not sequence.block_table, f"sequence {seq_id} waits and has blocks"
+    assert not sequence.num_slots, f"sequence {seq_id} waits and has room for tokens"
     assert sequence.num_computed_tokens == sequence.num_planned_tokens == 0, f"sequence {seq_id} waits and is computed"
     assert sequence.needs_init, f"sequence {seq_id} waits and would not be introduced again"

@@ -164,7 +164,7 @@ class Scheduler:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight.
 
         A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
-        generate, all others together have at most `max_num_prompt_tokens` (>= 1), and leave each running one its token.
+        generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token.
         """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
@@ -172,7 +172,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         plan = Plan(budget, budget)
         if max_num_prompt_tokens is not None and any(sequence.num_remaining_tokens == 1 for sequence in self.running):
-            plan.prompt_budget = min(max_num_prompt_tokens, budget + 1 - len(self.running))
+            plan.prompt_budget = max(1, min(max_num_prompt_tokens, budget + 1 - len(self.running)))
         num_preemptions = self.counters.num_preemptions
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
