@@ -101,6 +101,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ) = None
     max_num_seqs: Annotated[int, Meta(ge=1, description="sequences in one step, at most")] = 128
     max_num_batched_tokens: Annotated[int, Meta(ge=1, description="tokens in one step, at most")] = 512
+    target_step_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=3600,
+            description="seconds that a step may take, about, while some sequences generate: prompts of others are then"
+            " computed in pieces that small; a step may always take twice as long as it would without prompts",
+        ),
+    ] = 0.05
     max_num_queued_reqs: Annotated[
         int, Meta(ge=1, description="requests that may wait for a place; beyond, they are refused with 429")
     ] = 1024

@@ -12,6 +12,7 @@ FIELDS = (
     "served_model_name",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "target_step_s",
     "max_num_queued_reqs",
     "enable_prefix_caching",
     "async_scheduling",

@@ -57,7 +57,9 @@ def _check_running(scheduler: "Scheduler", sequence: Sequence) -> None:
     assert sequence.finish_reason is None, f"sequence {seq_id} runs and has ended"
     assert num_computed <= num_planned <= sequence.num_tokens + num_ahead, f"sequence {seq_id} is planned too far"
     assert num_planned == (valid[-1].end if valid else num_computed), f"sequence {seq_id} is planned by no step"
-    assert num_planned <= len(sequence.block_table) * scheduler.limits.block_size, f"sequence {seq_id} lacks blocks"
+    num_slots = len(sequence.block_table) * scheduler.limits.block_size
+    assert num_planned <= sequence.num_slots == num_slots, f"sequence {seq_id} lacks blocks"
+    assert sequence.packed_block_table == sequence.block_table.tobytes(), f"sequence {seq_id} is sent with other blocks"
     assert sequence.in_flight or sequence.num_remaining_tokens > 0, f"sequence {seq_id} has nothing to do"
     assert scheduler.must_drain or not (sequence.needs_init and valid), f"sequence {seq_id} is planned without state"
 
@@ -75,5 +77,6 @@ def _check_waiting(sequence: Sequence) -> None:
     assert not sequence.is_running, f"sequence {seq_id} waits and is marked as running"
     assert sequence.finish_reason is None, f"sequence {seq_id} waits and has ended"
     assert not sequence.block_table, f"sequence {seq_id} waits and has blocks"
+    assert not sequence.num_slots, f"sequence {seq_id} waits and has room for tokens"
     assert sequence.num_computed_tokens == sequence.num_planned_tokens == 0, f"sequence {seq_id} waits and is computed"
     assert sequence.needs_init, f"sequence {seq_id} waits and would not be introduced again"

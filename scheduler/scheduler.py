@@ -10,6 +10,8 @@ Every sequence that was taken ends, whatever the order of events, as long as ste
    priority and were there before B; if preempted they come back behind it. So B advances to its next token.
 3. If nothing runs, nothing but steps in flight holds blocks, so the first in waiting is admitted once these are done;
    it waits for the prefix that another computes only while that is in flight.
+4. A limit on the tokens of prompts holds in a step only if some sequence generates in it, and is one token or more. So
+   prompts advance in any case, each after those before it, which have fewer to compute with every step.
 
 So new tokens or ends always come, and there are finitely many of them.
 """
@@ -44,17 +46,13 @@ class Plan:
     """A step that is being planned."""
 
     budget: int  # tokens
-    shares: dict[int, Share] = field(default_factory=dict)  # by seq_id, in order
+    prompt_budget: int  # of these, for sequences that have more than one to compute
+    shares: list[Share] = field(default_factory=list)
 
-    def add(self, share: Share) -> None:
-        self.shares[share.sequence.seq_id] = share
-        self.budget -= share.end - share.start
-
-    def remove(self, seq_id: int) -> Share | None:
-        share = self.shares.pop(seq_id, None)
-        if share:
-            self.budget += share.end - share.start
-        return share
+    def remove(self, share: Share) -> None:
+        """Take a share out again. What it had of the budget for prompts is spent all the same."""
+        self.shares.remove(share)
+        self.budget += share.end - share.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +160,19 @@ class Scheduler:
         updates, self._updates = self._updates, []
         return updates
 
-    def schedule(self) -> PlannedStep | None:
-        """Return the next step, or None if there is nothing to do now. One earlier step may be in flight."""
+    def schedule(self, max_num_prompt_tokens: int | None = None) -> PlannedStep | None:
+        """Return the next step, or None if there is nothing to do now. One earlier step may be in flight.
+
+        A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
+        generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token.
+        """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
-        plan = Plan(self.limits.max_num_batched_tokens)
+        budget = self.limits.max_num_batched_tokens
+        plan = Plan(budget, budget)
+        if max_num_prompt_tokens is not None and any(sequence.num_remaining_tokens == 1 for sequence in self.running):
+            plan.prompt_budget = max(1, min(max_num_prompt_tokens, budget + 1 - len(self.running)))
         num_preemptions = self.counters.num_preemptions
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
@@ -175,22 +180,23 @@ class Scheduler:
         return self._send(plan) if plan.shares else None
 
     def _plan_running(self, plan: Plan) -> None:
-        block_size = self.limits.block_size
         for sequence in self.running.copy():
-            if not (plan.budget and sequence.is_running):
+            if not plan.budget:
+                return
+            num_tokens = sequence.num_remaining_tokens
+            if num_tokens > 1:
+                num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
+            if not (num_tokens and sequence.is_running):
                 continue
-            num_tokens = min(sequence.num_remaining_tokens, plan.budget)
-            if not num_tokens:
-                continue
-            has_room = sequence.num_planned_tokens + num_tokens <= len(sequence.block_table) * block_size
+            has_room = sequence.num_planned_tokens + num_tokens <= sequence.num_slots
             if has_room or self._grow(sequence, num_tokens, plan):
-                plan.add(self._share(sequence, num_tokens))
+                self._add_share(sequence, num_tokens, plan)
 
     def _admit_waiting(self, plan: Plan) -> None:
         """Admit in order; one that waits for its own late result or for a prefix in flight may be overtaken."""
         num_places = self.limits.max_num_seqs - len(self.running)
         for sequence in self.suspects.admissible(self.waiting, self.running)[:num_places]:
-            if not plan.budget:
+            if not (plan.budget and plan.prompt_budget):
                 return
             if sequence.in_flight:
                 continue
@@ -199,7 +205,7 @@ class Scheduler:
                 continue
             if not self._admit(sequence, cached_blocks):
                 return
-            plan.add(self._share(sequence, min(sequence.num_remaining_tokens, plan.budget)))
+            self._add_share(sequence, min(sequence.num_remaining_tokens, plan.prompt_budget, plan.budget), plan)
 
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
@@ -212,7 +218,7 @@ class Scheduler:
             return False
         self._leave_waiting(sequence)
         self.blocks.acquire(cached_blocks)
-        sequence.block_table = array("i", cached_blocks + self.blocks.allocate(num_new_blocks))
+        self._set_blocks(sequence, array("i", cached_blocks + self.blocks.allocate(num_new_blocks)))
         sequence.num_registered_blocks = len(cached_blocks)
         sequence.num_computed_tokens = len(cached_blocks) * self.limits.block_size
         sequence.num_planned_tokens = sequence.num_computed_tokens
@@ -232,10 +238,7 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, num_tokens: int, plan: Plan) -> bool:
         """Give a running sequence the blocks that it lacks for its next tokens; return False if it must sit out."""
-        num_missing_slots = (
-            sequence.num_planned_tokens + num_tokens - len(sequence.block_table) * self.limits.block_size
-        )
-        num_blocks = self.limits.num_blocks_for(num_missing_slots)
+        num_blocks = self.limits.num_blocks_for(sequence.num_planned_tokens + num_tokens - sequence.num_slots)
         while num_blocks > self.blocks.num_available:
             if self.num_held_blocks:  # some come free when the step in flight is done
                 return False
@@ -243,14 +246,21 @@ class Scheduler:
             self._preempt(victim, plan)
             if victim is sequence:
                 return False
-        sequence.block_table.extend(self.blocks.allocate(num_blocks))
+        self._set_blocks(sequence, sequence.block_table + array("i", self.blocks.allocate(num_blocks)))
         return True
+
+    def _set_blocks(self, sequence: Sequence, block_table: "array[int]") -> None:
+        """Give a sequence another block table. Nothing else does: it is packed here, once for many steps."""
+        sequence.block_table = block_table
+        sequence.packed_block_table = block_table.tobytes()
+        sequence.num_slots = len(block_table) * self.limits.block_size
 
     def _victim_key(self, sequence: Sequence) -> tuple[int, int, int]:
         return sequence.priority, self.tenants.num_served_tokens(sequence.tenant), sequence.arrival
 
     def _preempt(self, sequence: Sequence, plan: Plan) -> None:
-        if share := plan.remove(sequence.seq_id):
+        if sequence.in_flight and (share := sequence.in_flight[-1]) in plan.shares:
+            plan.remove(share)
             sequence.in_flight.remove(share)
             self.prefixes.leave(share)
         self.running.remove(sequence)
@@ -258,7 +268,7 @@ class Scheduler:
         self._wait_again(sequence)
         self.counters.num_preemptions += 1
 
-    def _share(self, sequence: Sequence, num_tokens: int) -> Share:
+    def _add_share(self, sequence: Sequence, num_tokens: int, plan: Plan) -> None:
         """Plan the next `num_tokens` tokens of a running sequence."""
         start = sequence.num_planned_tokens
         end = start + num_tokens
@@ -268,29 +278,31 @@ class Scheduler:
         sequence.num_planned_tokens = end
         sequence.needs_init = False
         sequence.in_flight.append(share)
+        plan.shares.append(share)
+        plan.budget -= num_tokens
         if end <= num_known_tokens:
+            if num_tokens > 1 or end < num_known_tokens:
+                plan.prompt_budget -= num_tokens
             self.prefixes.enter(share)
-        return share
 
     def _send(self, plan: Plan) -> PlannedStep:
         self._num_planned_steps += 1
         forget, self.forget = list(self.forget), {}
-        shares = list(plan.shares.values())
-        step = StepInFlight(self._num_planned_steps, shares, forget)
+        step = StepInFlight(self._num_planned_steps, plan.shares, forget)
         self.steps_in_flight.append(step)
         self.counters.num_steps += 1
         self.counters.num_scheduled_tokens += self.limits.max_num_batched_tokens - plan.budget
-        return PlannedStep(step.step_id, [self._sequence_step(share) for share in shares], forget)
+        return PlannedStep(step.step_id, [self._sequence_step(share) for share in plan.shares], forget)
 
     def _sequence_step(self, share: Share) -> SequenceStep:
         sequence = share.sequence
         sequence.is_on_executor = True
-        block_table = sequence.block_table
-        if share.end <= (len(block_table) - 1) * self.limits.block_size:
-            block_table = block_table[: self.limits.num_blocks_for(share.end)]
+        block_table = sequence.packed_block_table
+        if share.end <= sequence.num_slots - self.limits.block_size:
+            block_table = block_table[: 4 * self.limits.num_blocks_for(share.end)]
         token_ids = sequence.pack(share.start, share.end) if share.start < sequence.num_tokens else b""
         init = sequence.make_init() if share.has_init else None
-        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table.tobytes(),), share.samples, init)
+        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table,), share.samples, init)
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight; that of any other step is ignored."""
@@ -399,7 +411,7 @@ class Scheduler:
         running, self.running = self.running, []
         for sequence in self.sequences.values():
             sequence.in_flight.clear()
-            sequence.block_table = array("i")
+            self._set_blocks(sequence, array("i"))
             sequence.is_on_executor = False
         for sequence in running:
             self._wait_again(sequence)
@@ -454,7 +466,8 @@ class Scheduler:
 
     def _let_go(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence, once the last step in flight that names them is done."""
-        block_table, sequence.block_table = sequence.block_table, array("i")
+        block_table = sequence.block_table
+        self._set_blocks(sequence, array("i"))
         for share in sequence.in_flight:
             share.keeps_kv = False
         if not sequence.in_flight:

@@ -41,6 +41,8 @@ class Sequence:
     num_planned_tokens: int = field(init=False, default=0)  # whose KV exists once the steps in flight are done
     num_cached_tokens: int = field(init=False, default=0)  # of the prompt, found at first admission
     block_table: "array[int]" = field(init=False, default_factory=no_ids)
+    packed_block_table: bytes = field(init=False, default=b"")  # the same, as int32
+    num_slots: int = field(init=False, default=0)  # tokens that its blocks have room for
     block_hashes: list[bytes] = field(init=False, default_factory=list)  # as many as were needed so far
     num_registered_blocks: int = field(init=False, default=0)  # of the table, offered for sharing
     in_flight: "list[Share]" = field(init=False, default_factory=list)  # oldest first

@@ -35,6 +35,7 @@ from scheduler.executor_link import Arrival, ExecutorLink, SentStep
 from scheduler.frontend import Frontend, Service
 from scheduler.inbox import Inbox
 from scheduler.measures import Measures
+from scheduler.pace import Pace
 from scheduler.scheduler import Limits, Scheduler
 from scheduler.stats import StepMeter, StepPredictor, describe, step_size
 
@@ -97,6 +98,7 @@ class Server:
         self._was_idle = True  # there was nothing to do at some time since the last step was planned
         self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
         self._predictor = StepPredictor()
+        self._pace = Pace(self._predictor, config.target_step_s)
         self._stats_meter, self._log_meter = StepMeter(), StepMeter()
         self._measures = Measures()
         self._lag_s = RecentMaximum(LAG_WINDOW_S)
@@ -249,6 +251,7 @@ class Server:
             lead_s, self._oldest_started_s = self._oldest_started_s - step.sent_s, now_s
             self._predictor.observe_step(step.size, answered.busy_s)
             self._predictor.observe_launch(answered.launch_s)
+            self._pace.observe_step(step.size, answered.busy_s)
             self._measures.complete(step.size, answered.busy_s)
             if step.is_ahead:
                 self._predictor.observe_wait(step.size, answered.waited_s, lead_s)
@@ -299,7 +302,8 @@ class Server:
         assert self.scheduler is not None
         assert self.link.incarnation is not None
         started_s = self.clock()
-        planned = self.scheduler.schedule()
+        num_running, block_size = self.scheduler.num_running, self.scheduler.limits.block_size
+        planned = self.scheduler.schedule(self._pace.max_num_prompt_tokens(num_running, block_size))
         if planned is None:
             self._may_plan = False
             return

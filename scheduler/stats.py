@@ -21,17 +21,24 @@ class StepSize:
     num_tokens: int
     has_prompt: bool  # whether some sequence computes more than its newest token
     follows_idleness: bool = False  # nothing was to be done before it
+    num_prompt_tokens: int = 0  # of sequences that compute several
 
     @property
     def kind(self) -> tuple[bool, int, int]:
         """Return what steps of about the same duration have in common."""
         return self.has_prompt, self.num_seqs.bit_length(), self.num_tokens.bit_length()
 
+    @property
+    def num_generating_seqs(self) -> int:
+        """Return how many sequences compute a single token."""
+        return self.num_tokens - self.num_prompt_tokens
+
 
 def step_size(sequences: Sequence[SequenceStep], *, follows_idleness: bool) -> StepSize:
-    num_tokens = sum(max(1, len(sequence.token_ids) // 4) for sequence in sequences)
-    has_prompt = num_tokens > len(sequences) or not all(sequence.sample for sequence in sequences)
-    return StepSize(len(sequences), num_tokens, has_prompt, follows_idleness)
+    nums_tokens = [max(1, len(sequence.token_ids) // 4) for sequence in sequences]
+    num_prompt_tokens = sum(num_tokens for num_tokens in nums_tokens if num_tokens > 1)
+    has_prompt = num_prompt_tokens > 0 or not all(sequence.sample for sequence in sequences)
+    return StepSize(len(sequences), sum(nums_tokens), has_prompt, follows_idleness, num_prompt_tokens)
 
 
 class StepPredictor:
@@ -69,6 +76,19 @@ class StepPredictor:
         was_late = waited_s > TOLERATED_WAIT_S and lead_s < GOOD_TIME_S
         margin_s = self._margin_s + MARGIN_GAIN * waited_s if was_late else self._margin_s * MARGIN_DECAY
         self._margin_s = max(LEAST_MARGIN_S, min(margin_s, LARGEST_MARGIN_FRACTION * mean_s))
+
+    def decode_s(self, num_seqs: int) -> float:
+        """Return how long a step takes in which about so many sequences generate, and no prompt is; 0 if unknown.
+
+        "About" is the nearest number of sequences that was seen.
+        """
+        length = num_seqs.bit_length()
+        kind = (False, length, length)
+        if kind not in self._steps:
+            seen = [kind for kind in self._steps if not kind[0]]
+            kind = min(seen, key=lambda seen: (abs(seen[1] - length), seen), default=kind)
+        mean_s, _ = self._steps.get(kind, (0.0, 0.0))
+        return mean_s
 
     def plan_after_s(self, size: StepSize) -> float:
         """Return how long after the start of a step the next should be planned; 0 if steps like it are unknown."""

@@ -16,12 +16,13 @@ def finish_reason(sequence: Sequence) -> str | None:
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], str | None]:
     """Append tokens up to the first that ends the sequence; return those appended and the finish reason."""
-    for num_appended, token_id in enumerate(token_ids, 1):
-        sequence.output_token_ids.append(token_id)
+    outputs, num_tokens = sequence.output_token_ids, sequence.num_tokens
+    for token_id in token_ids:
+        outputs.append(token_id)
         sequence.num_tokens += 1
         may_end = token_id in sequence.stop_token_ids or sequence.num_tokens >= sequence.max_num_tokens
         if may_end and (reason := finish_reason(sequence)):
-            return token_ids[:num_appended], reason
+            return token_ids[: sequence.num_tokens - num_tokens], reason
     return token_ids, None
 
 

@@ -41,6 +41,7 @@ FLAG_GROUPS = {
         "enable_prefix_caching",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "target_step_s",
         "max_num_queued_reqs",
         "async_scheduling",
     ),

@@ -84,6 +84,7 @@ class FakeExecutor(PeerThread):
         max_model_len: int = 1024,
         fingerprint: str = "toy",
         step_s: float = 0.0,
+        reported_token_s: float | None = None,
         ready_interval_s: float = 0.05,
         checks_kv: bool = True,
         fail_at_step: int | None = None,
@@ -94,6 +95,7 @@ class FakeExecutor(PeerThread):
         self.max_model_len = max_model_len
         self.fingerprint = fingerprint
         self.step_s = step_s
+        self.reported_token_s = reported_token_s  # busy_s is said to be this times the step's tokens
         self.ready_interval_s = ready_interval_s
         self.checks_kv = checks_kv
         self.fail_at_step = fail_at_step
@@ -210,7 +212,7 @@ class FakeExecutor(PeerThread):
             self.incarnation,
             step.step_id,
             results,
-            busy_s=self._free_since_s - started_s,
+            busy_s=self._busy_s(self._free_since_s - started_s),
             waited_s=waited_s,
         )
         self._results[step.step_id] = result
@@ -218,6 +220,11 @@ class FakeExecutor(PeerThread):
             self._results.popitem(last=False)
         self._next_step_id += 1
         return result
+
+    def _busy_s(self, measured_s: float) -> float:
+        if self.reported_token_s is None:
+            return measured_s
+        return self.reported_token_s * sum(self.steps[-1].num_tokens.values())
 
     def _fits(self, sequence: SequenceStep) -> bool:
         """Return whether the share goes on from what this executor has."""

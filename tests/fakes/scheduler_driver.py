@@ -156,9 +156,11 @@ class SchedulerDriver:
         max_num_batched_tokens: int = 64,
         max_num_waiting_seqs: int = 100,
         enable_prefix_caching: bool = True,
+        max_num_prompt_tokens: int | None = None,
         checks_moves: bool = True,
     ) -> None:
         self.checks_moves = checks_moves
+        self.max_num_prompt_tokens = max_num_prompt_tokens  # while some generate
         self.limits = Limits(
             num_blocks,
             block_size,
@@ -223,8 +225,12 @@ class SchedulerDriver:
 
     def send(self) -> PlannedStep | None:
         """Plan a step."""
-        step = self.scheduler.schedule()
+        some_generate = any(sequence.num_remaining_tokens == 1 for sequence in self.scheduler.running)
+        step = self.scheduler.schedule(self.max_num_prompt_tokens)
         if step is not None:
+            if self.max_num_prompt_tokens is not None and some_generate:
+                nums_tokens = [len(share.token_ids) // 4 for share in step.sequences]
+                assert sum(n for n in nums_tokens if n > 1) <= self.max_num_prompt_tokens, nums_tokens
             self.sent.append(step)
             self.steps.append(step)
         self.settle()

@@ -37,6 +37,80 @@ def test_what_decodes_goes_before_a_new_prompt_and_both_share_one_step() -> None
     driver.assert_complete()
 
 
+def nums_tokens(step: PlannedStep) -> dict[int, int]:
+    """By seq_id, in order."""
+    return {s.seq_id: max(1, len(s.token_ids) // 4) for s in step.sequences}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_while_some_generate_prompts_are_computed_in_small_pieces(ahead: bool) -> None:
+    driver = SchedulerDriver(max_num_prompt_tokens=6)
+    driver.start(0, range(20), max_tokens=6)
+    driver.start(1, range(20, 40), max_tokens=6)
+    driver.step(ahead=ahead)
+    driver.start(2, range(40, 55), max_tokens=1)
+    driver.start(3, range(60, 65), max_tokens=1)
+    driver.run(ahead=ahead)
+    assert [nums_tokens(step) for step in driver.steps[:6]] == [
+        {0: 20, 1: 20},  # nobody generates yet
+        {0: 1, 1: 1, 2: 6},
+        {0: 1, 1: 1, 2: 6},
+        {0: 1, 1: 1, 2: 3, 3: 3},
+        {0: 1, 1: 1, 3: 2},
+        {0: 1, 1: 1},
+    ]
+    driver.assert_complete()
+
+
+def test_a_prompt_is_computed_at_once_when_nobody_generates_any_more() -> None:
+    driver = SchedulerDriver(max_num_prompt_tokens=4)
+    driver.start(0, [1, 2, 3], max_tokens=2)
+    driver.step()
+    driver.start(1, range(30), max_tokens=1)
+    driver.run()
+    assert [nums_tokens(step) for step in driver.steps] == [{0: 3}, {0: 1, 1: 4}, {1: 26}]
+    driver.assert_complete()
+
+
+def test_nothing_is_admitted_when_prompts_have_all_that_they_may() -> None:
+    driver = SchedulerDriver(max_num_prompt_tokens=4)
+    driver.start(0, [1, 2, 3])
+    driver.step()
+    driver.start(1, range(10), max_tokens=1)
+    driver.start(2, range(10, 20), max_tokens=1)
+    driver.step()
+    assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (2, 1)
+    assert driver.scheduler.num_used_blocks == 1 + 3
+    driver.run()
+    driver.assert_complete()
+
+
+def test_a_prompt_of_a_better_priority_leaves_those_that_generate_their_token() -> None:
+    driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=8, max_num_prompt_tokens=100)
+    for seq_id in range(3):
+        driver.start(seq_id, [seq_id], priority=1)
+    driver.step()
+    driver.start(3, range(40), max_tokens=1, priority=0)
+    driver.step()
+    driver.step()
+    assert nums_tokens(driver.steps[1]) == {0: 1, 1: 1, 2: 1, 3: 5}
+    assert nums_tokens(driver.steps[2]) == {3: 5, 0: 1, 1: 1, 2: 1}
+    driver.run()
+    driver.assert_complete()
+
+
+def test_what_was_preempted_is_computed_again_in_small_pieces() -> None:
+    driver = SchedulerDriver(7, max_num_prompt_tokens=3, enable_prefix_caching=False)
+    driver.start(0, [1], max_tokens=20)
+    driver.start(1, range(8), max_tokens=5)
+    driver.start(2, range(8), max_tokens=8)
+    driver.run()
+    assert driver.scheduler.counters.num_preemptions == 1
+    pieces = [nums_tokens(step).get(2, 0) for step in driver.steps]
+    assert pieces[:12] == [8, 1, 1, 1, 0, 3, 3, 3, 3, 1, 1, 1]
+    driver.assert_complete()
+
+
 def test_init_comes_with_the_first_share_only() -> None:
     driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, range(6), max_tokens=3)

@@ -27,6 +27,7 @@ class Trace:
             max_num_seqs=choose((3, MAX_SEQS)),
             max_num_batched_tokens=choose((3, 16, 64)),
             enable_prefix_caching=self.random.random() < 0.8,
+            max_num_prompt_tokens=choose((None, 1, 2, 7)),
             checks_moves=False,
         )
         self.max_in_flight = choose((1, 2))

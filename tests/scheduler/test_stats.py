@@ -15,7 +15,8 @@ def share(num_known_tokens: int, *, sample: bool = True) -> SequenceStep:
 
 def test_sizes_of_steps():
     assert step_size([share(0), share(1)], follows_idleness=False) == StepSize(2, 2, False)
-    assert step_size([share(0), share(30)], follows_idleness=True) == StepSize(2, 31, True, True)
+    assert step_size([share(0), share(30)], follows_idleness=True) == StepSize(2, 31, True, True, 30)
+    assert step_size([share(0), share(7), share(1), share(5)], follows_idleness=False).num_generating_seqs == 2
     assert step_size([share(1, sample=False)], follows_idleness=False).has_prompt
 
 
@@ -87,6 +88,16 @@ def test_short_steps_are_planned_on_at_once():
     for _ in range(100):
         predictor.observe_step(DECODE, 0.001)
     assert predictor.plan_after_s(DECODE) == 0.0
+
+
+def test_what_a_step_without_prompts_takes():
+    predictor = StepPredictor()
+    assert predictor.decode_s(8) == 0.0
+    predictor.observe_step(PREFILL, 0.5)
+    assert predictor.decode_s(8) == 0.0
+    predictor.observe_step(DECODE, 0.1)
+    predictor.observe_step(StepSize(64, 64, has_prompt=False), 0.3)
+    assert [predictor.decode_s(num_seqs) for num_seqs in (0, 1, 8, 15, 16, 32, 64, 200)] == [0.1] * 5 + [0.3] * 3
 
 
 def test_the_meter_takes_medians_and_starts_again():
