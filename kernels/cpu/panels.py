@@ -415,12 +415,22 @@ def _multiply_pair(scratch, x_at, num_words, row):
         store(_floats(scratch.sums_MN), target + LANES, load(_floats(scratch.sums_MN), target + LANES) + sums_1[r])
 
 
+@routine(forceinline=True)
+def _fetch(product, at, row, num_rows):
+    """Bring near, of the tile whose words begin at `at`, as large a part as the next rows are of all."""
+    words, num_words = pointer(product.codes, np.float32), TILE // 2 * PANEL
+    first, end = num_words * row // num_rows, num_words * min(row + FLOAT_ROWS, num_rows) // num_rows
+    for word in range(first, end, CACHE_LINE):
+        prefetch(words, at + word)
+
+
 @routine()
-def _multiply_floats(product, first, end, num_rows, scratch):
-    """Add the products of a block's rows with a tile's operands to their sums."""
+def _multiply_floats(product, first, end, num_rows, next_at, scratch):
+    """Add the products of a block's rows with a tile's operands to their sums; ask memory for what is at next_at."""
     in_groups = (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS  # what is left is done in pairs
     num_words = round_up(end - first, 2)  # an odd last input is followed by a zero
     for row in range(0, in_groups, FLOAT_ROWS):
+        _fetch(product, next_at, row, num_rows)
         _multiply_float_group(scratch, _x_at(product, row, first, scratch), num_words, row)
     for row in range(in_groups, num_rows, 2):
         _multiply_pair(scratch, _x_at(product, row, first, scratch), num_words, row)
@@ -520,4 +530,4 @@ def multiply(product, panel, num_rows, scratch):
         for first in range(0, product.num_inputs, TILE):
             end = min(first + TILE, product.num_inputs)
             _load_operands(product, panel, first, end, scratch)
-            _multiply_floats(product, first, end, num_rows, scratch)
+            _multiply_floats(product, first, end, num_rows, first_word(product, panel, end), scratch)
