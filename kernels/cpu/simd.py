@@ -2,8 +2,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-subclassing-any
 """Vectors of 16 float32 lanes for Numba, and pointers to float32 and bfloat16 memory.
 
-Every operation is one IEEE operation per lane, in the order written: a result has the same bits on every machine and
-in every loop that computes it. The compiler maps a vector to two AVX2 registers or one AVX-512 register.
+Every operation is one IEEE operation per lane, in the order written: a result has the same bits in every loop that
+computes it, and on every machine (but `bfloat16_products`). The compiler maps a vector to two AVX2 registers or one
+AVX-512 register.
 
 Some operations take a vector's 512 bits as 16, 32 or 64 integers; their names end in the kind: `_i32`, `_i16`, `_i8`.
 
