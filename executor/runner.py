@@ -190,8 +190,8 @@ class ModelRunner:
     def _learn(self, num_rows: int) -> Sampled:
         """Return what rank 0 sampled: its tokens, without their log probabilities, which it alone has."""
         token_ids_S = torch.empty(num_rows, dtype=torch.int32, device=self.device.torch_device)
-        is_bad_S = torch.zeros(num_rows, dtype=torch.bool, device=self.device.torch_device)
-        return Sampled(self.parallel.broadcast(token_ids_S).long(), is_bad_S, None)
+        largest_S = torch.zeros(num_rows, device=self.device.torch_device)
+        return Sampled(self.parallel.broadcast(token_ids_S).long(), largest_S, None)
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> list[PromptSlice]:
         """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.
@@ -214,11 +214,11 @@ class ModelRunner:
             return None
         is_lazy = self.device.is_lazy
         largest_R, _ = self.backend.largest(logits_RV)
-        is_bad_R = sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=is_lazy)
+        sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=is_lazy)
         [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
         sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy)
-        return PromptSlice(sliced, is_bad_R)
+        return PromptSlice(sliced, largest_R)
 
 
 def _graph_key(graphs: DecodeGraphs, arrays: StepArrays) -> tuple[int, int] | None:
