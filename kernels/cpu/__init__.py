@@ -239,12 +239,11 @@ def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
 def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     if logits_RV.dtype != torch.float32:
         raise ValueError(f"logits are {logits_RV.dtype}, float32 is needed")
-    logits_RV = logits_RV.contiguous()
-    values_R = torch.empty(len(logits_RV), dtype=torch.float32)
-    token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
-    find = sampling.largest if logits_RV.numel() < LEAST_PARALLEL_ELEMENTS else sampling.largest_parallel
-    find(logits_RV.numpy(), values_R.numpy(), token_ids_R.numpy())
-    return values_R, token_ids_R
+    logits = logits_RV.contiguous().numpy()
+    values_R, token_ids_R = np.empty(len(logits), np.float32), np.empty(len(logits), np.int64)
+    find = sampling.largest if logits.size < LEAST_PARALLEL_ELEMENTS else sampling.largest_parallel
+    find(logits, values_R, token_ids_R)
+    return torch.from_numpy(values_R), torch.from_numpy(token_ids_R)
 
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:

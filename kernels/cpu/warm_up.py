@@ -58,7 +58,8 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]
     program = Program(1, dtype)
     program.silu_and_mul(program.new(32), program.new(16))
     zeros = torch.zeros(2, dtype=torch.int32)
-    inputs = (zeros.long()[:1], zeros.long()[:1], zeros.view(1, 2), zeros, zeros[:1])
+    first = zeros.long()[:1]
+    inputs = (first, first, first, zeros.view(1, 2), zeros, zeros[:1])
     yield "program", partial(program.run, *inputs, on_layers=lambda num_layers: None)
 
 
