@@ -1,6 +1,7 @@
 """A step that the device was given: its results, once they are on the host."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -112,6 +113,6 @@ def _read_prompt(arrays: Iterator[np.ndarray], share: Share, num_slices: int) ->
 
 
 def _warn_of_bad(largest_S: np.ndarray) -> None:
-    num_bad = len(largest_S) - np.count_nonzero(np.isfinite(largest_S))
+    num_bad = sum(not math.isfinite(logit) for logit in largest_S.tolist())
     if num_bad:
         logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", num_bad)
