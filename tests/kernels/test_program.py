@@ -169,5 +169,5 @@ def test_what_does_not_fit_is_refused() -> None:
         program.linear(x_TE, [layer_of(16)], program.new(17))
     with pytest.raises(ValueError, match="out has shape"):
         program.embedding(layer_of(16), program.new(SIZE + 1))
-    with pytest.raises(ValueError, match="what is cleared is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"what is cleared is torch\.bfloat16"):
         program.clear(program.new(SIZE, dtype=torch.bfloat16))
