@@ -262,5 +262,6 @@ def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, un
     token_ids_R = torch.empty(num_rows, dtype=torch.int64)
     probs = probs_RV.contiguous().numpy()
     limits = [values_R.contiguous().numpy() for values_R in (top_k_R, top_p_R, min_p_R, uniform_R)]
-    sampling.draw(probs.view(np.uint32), probs, *limits, token_ids_R.numpy())
+    choose = sampling.draw if num_rows == 1 or probs.size < LEAST_PARALLEL_ELEMENTS else sampling.draw_parallel
+    choose(probs.view(np.uint32), probs, *limits, token_ids_R.numpy())
     return token_ids_R

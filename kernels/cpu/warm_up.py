@@ -50,6 +50,9 @@ def _sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "largest", partial(cpu.largest, torch.zeros(1, 16))
     yield "largest in parallel", partial(cpu.largest, torch.zeros(1, cpu.LEAST_PARALLEL_ELEMENTS))
     yield "draw", partial(cpu.draw, torch.ones(1, 16), nothing, half, half, half)
+    rows = torch.ones(2, cpu.LEAST_PARALLEL_ELEMENTS // 2)
+    limits = [column.expand(2) for column in (nothing, half, half, half)]
+    yield "draw in parallel", partial(cpu.draw, rows, *limits)
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
