@@ -12,13 +12,27 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import kernel, routine
-from kernels.cpu.simd import LANES, fma, largest_lane, load, maximum, pointer, splat, sum_of_lanes
+from kernels.cpu.simd import (
+    LANES,
+    choose_below,
+    exp,
+    fma,
+    largest_lane,
+    load,
+    load_part,
+    maximum,
+    pointer,
+    splat,
+    store_part,
+    sum_of_lanes,
+)
 
 DIGIT_BITS = 11
 SHIFTS = (22, 11, 0)  # of the three digits of 32 bits, the highest first
 ALL = np.inf
 BLOCK = 1024  # logits
 RARE = 0.999  # less than 1, by more than the rounding of sums
+LEAST_EXPONENT = np.float32(-87.0)  # of what `exp` does not clamp
 ZERO, MINUS_INFINITY, NAN = np.float32(0.0), np.float32(-np.inf), np.float32(np.nan)
 
 
@@ -68,6 +82,37 @@ def largest(logits_RV, values_R, token_ids_R):
 def largest_parallel(logits_RV, values_R, token_ids_R):
     for row in prange(len(token_ids_R)):
         largest(logits_RV[row : row + 1], values_R[row : row + 1], token_ids_R[row : row + 1])
+
+
+@routine()
+def _softmax(logits, start, end, temperature):
+    """Overwrite logits start to end with softmax(logits / temperature); what is below e**-87 of the largest is 0."""
+    largest, _ = _find_largest(logits, start, end)
+    scaled_largest, total = splat(largest) / splat(temperature), 0.0
+    for first in range(start, end, BLOCK):
+        sums = splat(ZERO)
+        for at in range(first, min(first + BLOCK, end), LANES):
+            below = load_part(logits, at, end - at) / splat(temperature) - scaled_largest
+            store_part(logits, at, end - at, choose_below(below, splat(LEAST_EXPONENT), splat(ZERO), exp(below)))
+            sums = sums + load_part(logits, at, end - at)
+        total += sum_of_lanes(sums)
+    for at in range(start, end, LANES):
+        store_part(logits, at, end - at, load_part(logits, at, end - at) / splat(np.float32(total)))
+
+
+@kernel()
+def softmax(logits_RV, temperature_R):
+    """Overwrite each row with softmax(logits / temperature)."""
+    size = logits_RV.shape[1]
+    logits = pointer(logits_RV.ctypes.data, np.float32)
+    for row in range(len(temperature_R)):
+        _softmax(logits, row * size, (row + 1) * size, np.float32(temperature_R[row]))
+
+
+@kernel(parallel=True)
+def softmax_parallel(logits_RV, temperature_R):
+    for row in prange(len(temperature_R)):
+        softmax(logits_RV[row : row + 1], temperature_R[row : row + 1])
 
 
 @routine()

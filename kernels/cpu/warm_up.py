@@ -48,11 +48,13 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
 def _sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     nothing, half = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
     yield "largest", partial(cpu.largest, torch.zeros(1, 16))
-    yield "largest in parallel", partial(cpu.largest, torch.zeros(1, cpu.LEAST_PARALLEL_ELEMENTS))
+    rows = torch.zeros(2, cpu.LEAST_PARALLEL_ELEMENTS // 2)
+    yield "largest in parallel", partial(cpu.largest, rows)
+    yield "scale_to_probs", partial(cpu.scale_to_probs, torch.zeros(1, 16), half)
+    yield "scale_to_probs in parallel", partial(cpu.scale_to_probs, rows.clone(), half.expand(2))
     yield "draw", partial(cpu.draw, torch.ones(1, 16), nothing, half, half, half)
-    rows = torch.ones(2, cpu.LEAST_PARALLEL_ELEMENTS // 2)
     limits = [column.expand(2) for column in (nothing, half, half, half)]
-    yield "draw in parallel", partial(cpu.draw, rows, *limits)
+    yield "draw in parallel", partial(cpu.draw, rows + 1, *limits)
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
