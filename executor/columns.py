@@ -4,6 +4,7 @@ An entry of Bias, Mask and Penalties is one logit, named by its row and token id
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -59,52 +60,51 @@ class Penalties(NamedTuple, Generic[Array]):
     presence_N: Array  # float32
 
 
+class Wanted(NamedTuple, Generic[Array]):
+    """The rows that want log probabilities, ascending."""
+
+    row_R: Array  # int64
+
+
 class Columns(NamedTuple, Generic[Array]):
-    """All of them. `num_alternatives` is the most that any row wants beside its token's log probability."""
+    """All of them; None is what no row has, as most steps have no entries of most kinds.
 
-    greedy_R: Array  # int64, ascending
-    draws: Draws[Array]
-    bias: Bias[Array]
-    mask: Mask[Array]
-    penalties: Penalties[Array]
-    logprobs_R: Array  # int64, ascending: the rows that want log probabilities
+    The rows that are not drawn are greedy. `num_alternatives` is the most that any row wants beside its token's log
+    probability.
+    """
+
+    draws: Draws[Array] | None
+    bias: Bias[Array] | None
+    mask: Mask[Array] | None
+    penalties: Penalties[Array] | None
+    wanted: Wanted[Array] | None
     num_alternatives: int
-
-
-# Most steps have no entries of most kinds.
-NO_INT64, NO_FLOAT32, NO_FLOAT64 = (np.zeros(0, dtype) for dtype in (np.int64, np.float32, np.float64))
-NO_DRAWS = Draws(NO_INT64, NO_INT64, NO_INT64, NO_FLOAT64, NO_INT64, NO_FLOAT64, NO_FLOAT64)
-NO_PENALTIES = Penalties(NO_INT64, NO_INT64, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32, NO_FLOAT32)
 
 
 def to_device(columns: Columns[np.ndarray], upload: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Columns[Tensor]:
     """Return the columns on a device, to which all their arrays go together."""
-    rows = (columns.greedy_R, columns.logprobs_R)
-    groups: list[tuple[np.ndarray, ...]] = [rows, columns.draws, columns.bias, columns.mask, columns.penalties]
+    draws, bias, mask, penalties, wanted, num_alternatives = columns
+    groups = [group for group in (draws, bias, mask, penalties, wanted) if group is not None]
     tensors = iter(upload([array for group in groups for array in group]))
-    (greedy_R, logprobs_R), draws, bias, mask, penalties = ([next(tensors) for _ in group] for group in groups)
     return Columns(
-        greedy_R=greedy_R,
-        draws=Draws(*draws),
-        bias=Bias(*bias),
-        mask=Mask(*mask),
-        penalties=Penalties(*penalties),
-        logprobs_R=logprobs_R,
-        num_alternatives=columns.num_alternatives,
+        draws=None if draws is None else Draws(*islice(tensors, len(draws))),
+        bias=None if bias is None else Bias(*islice(tensors, len(bias))),
+        mask=None if mask is None else Mask(*islice(tensors, len(mask))),
+        penalties=None if penalties is None else Penalties(*islice(tensors, len(penalties))),
+        wanted=None if wanted is None else Wanted(*islice(tensors, len(wanted))),
+        num_alternatives=num_alternatives,
     )
 
 
 def make_columns(sequences: Sequence[SequenceState], vocab_size: int) -> Columns[np.ndarray]:
     """Return the columns of rows that sample the next token of these sequences."""
-    rows = range(len(sequences))
-    wanting = [row for row in rows if sequences[row].sampling.num_logprobs is not None]
+    wanting = [row for row, seq in enumerate(sequences) if seq.sampling.num_logprobs is not None]
     return Columns(
-        greedy_R=_int64(row for row in rows if is_greedy(sequences[row].sampling)),
         draws=_draws(sequences),
         bias=_bias(sequences),
         mask=_mask(sequences, vocab_size),
         penalties=_penalties(sequences),
-        logprobs_R=_int64(wanting),
+        wanted=Wanted(_int64(wanting)) if wanting else None,
         num_alternatives=max((sequences[row].sampling.num_logprobs or 0 for row in wanting), default=0),
     )
 
@@ -113,10 +113,10 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 
-def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray]:
+def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray] | None:
     rows = [row for row, seq in enumerate(sequences) if not is_greedy(seq.sampling)]
     if not rows:
-        return NO_DRAWS
+        return None
     drawn = [sequences[row].sampling for row in rows]
     return Draws(
         row_R=_int64(rows),
@@ -129,18 +129,19 @@ def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray]:
     )
 
 
-def _bias(sequences: Sequence[SequenceState]) -> Bias[np.ndarray]:
+def _bias(sequences: Sequence[SequenceState]) -> Bias[np.ndarray] | None:
     # Of a token that is named twice the last bias holds: entries are written in no order.
     biased = ((row, dict(seq.sampling.logit_bias)) for row, seq in enumerate(sequences) if seq.sampling.logit_bias)
     entries = [(row, *item) for row, bias in biased for item in bias.items()]
     if not entries:
-        return Bias(NO_INT64, NO_INT64, NO_FLOAT32)
+        return None
     rows, ids, added = zip(*entries, strict=True)
     return Bias(_int64(rows), _int64(ids), np.array(added, np.float32))
 
 
-def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarray]:
-    rows, ids = [], []
+def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarray] | None:
+    rows: list[int] = []
+    ids: list[int] = []
     for row, seq in enumerate(sequences):
         sampling = seq.sampling
         if seq.num_output_tokens < sampling.min_tokens:
@@ -148,13 +149,13 @@ def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarra
             stops = {i for i in (*sampling.eos_token_ids, *sampling.stop_token_ids) if i < vocab_size}
             rows += [row] * len(stops)
             ids += sorted(stops)
-    return Mask(_int64(rows), _int64(ids))
+    return Mask(_int64(rows), _int64(ids)) if rows else None
 
 
-def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray]:
+def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray] | None:
     penalized = [(row, seq, seq.counts.arrays()) for row, seq in enumerate(sequences) if seq.counts is not None]
     if not penalized:
-        return NO_PENALTIES
+        return None
     sizes = [len(ids) for _, _, (ids, _) in penalized]
 
     def spread(values: Iterable[float], dtype: type) -> np.ndarray:

@@ -1,6 +1,7 @@
 """A step that the device was given: its results, once they are on the host."""
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class PromptSlice(NamedTuple):
     """Log probabilities of some of a prompt's tokens, on the device."""
 
     logprobs: TokenLogprobs[Tensor]
-    is_bad_R: Tensor  # bool: the logits were not finite
+    largest_R: Tensor  # float32: not finite where the logits were not
 
 
 class StepOutputs(NamedTuple):
@@ -32,7 +33,7 @@ class StepOutputs(NamedTuple):
         """Return all of it in one order: that in which `Launched` reads."""
         sampled = [*self.sampled[:2], *(self.sampled.logprobs or ())] if self.sampled else []
         return sampled + [
-            tensor for part in self.prompt_slices for logprobs, bad in part for tensor in (bad, *logprobs)
+            tensor for part in self.prompt_slices for logprobs, largest in part for tensor in (largest, *logprobs)
         ]
 
 
@@ -111,6 +112,7 @@ def _read_prompt(arrays: Iterator[np.ndarray], share: Share, num_slices: int) ->
     return sum(found, Logprobs(num_alternatives)) if found else None
 
 
-def _warn_of_bad(is_bad_S: np.ndarray) -> None:
-    if is_bad_S.any():
-        logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", int(is_bad_S.sum()))
+def _warn_of_bad(largest_S: np.ndarray) -> None:
+    num_bad = sum(not math.isfinite(logit) for logit in largest_S.tolist())
+    if num_bad:
+        logger.warning("logits of %d sequences are not finite: is the checkpoint sound?", num_bad)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -56,21 +57,21 @@ def pack(shares: Sequence[Share], block_size: int, num_blocks: int) -> StepArray
     Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
     land in another sequence.
     """
-    lengths_S = np.array([share.num_tokens for share in shares])
-    starts_S = np.array([share.state.num_computed_tokens for share in shares])
-    seq_lens_S = starts_S + lengths_S
-    block_tables_SM = _block_tables(shares, -(-seq_lens_S // block_size), num_blocks)
-    cu_seqlens_q = np.concatenate(([0], lengths_S.cumsum()))
-    rows_T = np.repeat(np.arange(len(shares)), lengths_S)
-    positions_T = np.arange(cu_seqlens_q[-1]) + (starts_S - cu_seqlens_q[:-1])[rows_T]
-    blocks_T = block_tables_SM[rows_T, positions_T // block_size].astype(np.int64)
-    token_ids_T = np.frombuffer(b"".join(share.token_ids for share in shares), np.int32)
+    lengths = [share.num_tokens for share in shares]
+    seq_lens = [share.state.num_computed_tokens + length for share, length in zip(shares, lengths, strict=True)]
+    ends = list(accumulate(lengths))
+    block_tables_SM = _block_tables(shares, [-(-seq_len // block_size) for seq_len in seq_lens], num_blocks)
+    rows_T = np.repeat(np.arange(len(shares)), lengths)
+    shifts_S = np.array([seq_len - end for seq_len, end in zip(seq_lens, ends, strict=True)])
+    positions_T = np.arange(ends[-1]) + shifts_S[rows_T]
+    entries_T, offsets_T = np.divmod(positions_T, block_size)
+    token_ids_T = np.frombuffer(b"".join([share.token_ids for share in shares]), np.int32)
     return StepArrays(
         token_ids_T=token_ids_T.astype(np.int64),
-        positions_T=positions_T.astype(np.int64),
-        slot_mapping_T=(blocks_T * block_size + positions_T % block_size).astype(np.int64),
-        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
-        seq_lens_S=seq_lens_S.astype(np.int32),
+        positions_T=positions_T,
+        slot_mapping_T=block_tables_SM[rows_T, entries_T] * np.int64(block_size) + offsets_T,
+        cu_seqlens_q=np.array([0, *ends], np.int32),
+        seq_lens_S=np.array(seq_lens, np.int32),
         block_tables_SM=block_tables_SM,
     )
 
@@ -103,14 +104,14 @@ def pending_rows(shares: Sequence[Share]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(tokens, np.int64), np.array(rows, np.int64)
 
 
-def _block_tables(shares: Sequence[Share], needed_S: np.ndarray, num_blocks: int) -> np.ndarray:
-    """Return the blocks that the step reaches, padded with 0."""
-    block_tables_SM = np.zeros((len(shares), needed_S.max()), np.int32)
-    for row, (share, needed) in enumerate(zip(shares, needed_S.tolist(), strict=True)):
-        table = np.frombuffer(share.block_table, np.int32)
-        if len(table) < needed:
-            raise ValueError(f"a block table has {len(table)} blocks where {needed} are needed")
-        block_tables_SM[row, :needed] = table[:needed]
-    if block_tables_SM.min() < 0 or block_tables_SM.max() >= num_blocks:
+def _block_tables(shares: Sequence[Share], needed: Sequence[int], num_blocks: int) -> np.ndarray:
+    """Return the blocks that the step reaches, as many as are `needed` of each share, padded with 0."""
+    for share, num_needed in zip(shares, needed, strict=True):
+        if len(share.block_table) < 4 * num_needed:
+            raise ValueError(f"a block table has {len(share.block_table) // 4} blocks where {num_needed} are needed")
+    width = 4 * max(needed)
+    rows = [share.block_table[: 4 * n].ljust(width, b"\0") for share, n in zip(shares, needed, strict=True)]
+    block_tables_SM = np.frombuffer(bytearray().join(rows), np.int32).reshape(len(shares), -1)
+    if block_tables_SM.view(np.uint32).max() >= num_blocks:  # as which a negative one is large
         raise ValueError(f"a block table names a block that is not among the {num_blocks} of the pool")
     return block_tables_SM

@@ -5,6 +5,7 @@ goes from one step to the next on the device, and the host learns of it meanwhil
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -107,9 +108,11 @@ class ModelRunner:
 
     def sample(self, hidden_TE: Tensor, shares: Sequence[Share]) -> StepOutputs:
         """Sample where the shares ask for it, and advance the states: a sampled token is pending from here on."""
-        ends = _ends(shares)
+        ends = list(accumulate(share.num_tokens for share in shares))
         prompt_slices = [
             self._prompt_logprobs(hidden_TE[end - share.num_tokens : end], share)
+            if share.state.needs_prompt_logprobs
+            else []
             for share, end in zip(shares, ends, strict=True)
         ]
         sampled = self._sample_last(hidden_TE, shares, ends)
@@ -174,7 +177,7 @@ class ModelRunner:
         last = [end - 1 for share, end in zip(shares, ends, strict=True) if share.sample]
         if not last:
             return None
-        if len(last) < len(hidden_TE):
+        if len(last) < ends[-1]:
             [last_S] = self.device.upload([np.array(last)])
             hidden_TE = hidden_TE.index_select(0, last_S)
         logits_SV = self.model.compute_logits(hidden_TE)
@@ -190,17 +193,15 @@ class ModelRunner:
     def _learn(self, num_rows: int) -> Sampled:
         """Return what rank 0 sampled: its tokens, without their log probabilities, which it alone has."""
         token_ids_S = torch.empty(num_rows, dtype=torch.int32, device=self.device.torch_device)
-        is_bad_S = torch.zeros(num_rows, dtype=torch.bool, device=self.device.torch_device)
-        return Sampled(self.parallel.broadcast(token_ids_S).long(), is_bad_S, None)
+        largest_S = torch.zeros(num_rows, device=self.device.torch_device)
+        return Sampled(self.parallel.broadcast(token_ids_S).long(), largest_S, None)
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> list[PromptSlice]:
-        """Return the log probabilities of the prompt tokens that follow the share's own, if they are wanted.
+        """Return the log probabilities of the prompt tokens that follow the share's own.
 
         Position p foretells token p + 1: chunks [a, b) and [b, c) give tokens a + 1 to b and b + 1 to c.
         """
         state = share.state
-        if not state.needs_prompt_logprobs:
-            return []
         first = state.num_computed_tokens + 1
         targets = np.array(state.token_ids[first : min(first + share.num_tokens, state.num_prompt_tokens)], np.int64)
         starts = range(0, len(targets), PROMPT_LOGPROB_ROWS)
@@ -214,23 +215,14 @@ class ModelRunner:
             return None
         is_lazy = self.device.is_lazy
         largest_R, _ = self.backend.largest(logits_RV)
-        is_bad_R = sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=is_lazy)
+        sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=is_lazy)
         [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
         sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy)
-        return PromptSlice(sliced, is_bad_R)
+        return PromptSlice(sliced, largest_R)
 
 
 def _graph_key(graphs: DecodeGraphs, arrays: StepArrays) -> tuple[int, int] | None:
     """Return the graph for a step of one token a sequence, if it has one."""
     num_seqs, table_blocks = arrays.block_tables_SM.shape
     return graphs.find(num_seqs, table_blocks) if len(arrays.token_ids_T) == num_seqs else None
-
-
-def _ends(shares: Sequence[Share]) -> list[int]:
-    """Return where each share ends among the step's tokens."""
-    ends, end = [], 0
-    for share in shares:
-        end += share.num_tokens
-        ends.append(end)
-    return ends

@@ -13,6 +13,7 @@ of a thread's share of an elementwise `exp` differently, but softmax and topk wo
 not finite (a broken checkpoint, an overflow) are clamped and counted: the sequence ends as others do.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -46,7 +47,7 @@ class Sampled(NamedTuple):
     """What the rows of a step give, on the device."""
 
     token_ids_S: Tensor  # int64
-    is_bad_S: Tensor  # bool: the logits were not finite
+    largest_S: Tensor  # float32, of the raw logits: not finite where they were not
     logprobs: TokenLogprobs[Tensor] | None  # of the rows that want them
 
 
@@ -56,18 +57,19 @@ def sample(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend, *, is_
     `logits_SV` is float32 and is overwritten. Nothing is computed on the host, and nothing waits if `is_lazy`.
     """
     largest_S, likeliest_S = backend.largest(logits_SV)
-    is_bad_S = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
-    wanting_R = columns.logprobs_R
-    raw_RV = logits_SV.index_select(0, wanting_R) if len(wanting_R) else None
+    is_clamped = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
+    wanted = columns.wanted
+    raw_RV = None if wanted is None else logits_SV.index_select(0, wanted.row_R)
     is_edited = _edit(logits_SV, columns)
-    if len(columns.greedy_R) and (is_edited or is_lazy or is_bad_S.any()):
+    has_greedy = columns.draws is None or len(columns.draws.row_R) < len(logits_SV)
+    if has_greedy and (is_clamped or is_edited):
         _, likeliest_S = backend.largest(logits_SV)
-    token_ids_S = _choose(logits_SV, likeliest_S, columns, backend)
-    if raw_RV is None:
-        return Sampled(token_ids_S, is_bad_S, None)
-    chosen_R = token_ids_S.index_select(0, wanting_R)
+    token_ids_S = _choose(logits_SV, likeliest_S, columns.draws, backend)
+    if wanted is None or raw_RV is None:
+        return Sampled(token_ids_S, largest_S, None)
+    chosen_R = token_ids_S.index_select(0, wanted.row_R)
     logprobs = token_logprobs(raw_RV, chosen_R, columns.num_alternatives, backend, is_lazy=is_lazy)
-    return Sampled(token_ids_S, is_bad_S, logprobs)
+    return Sampled(token_ids_S, largest_S, logprobs)
 
 
 def token_logprobs(
@@ -140,16 +142,16 @@ def _topk(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values_RK, block_RK.gather(1, index_RK // TOP_BLOCK) * TOP_BLOCK + index_RK % TOP_BLOCK
 
 
-def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> Tensor:
-    """Clamp, in place, rows whose largest logit, as Backend.largest tells, is not finite; return which these are.
+def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> bool:
+    """Clamp, in place, rows whose largest logit, as Backend.largest tells, is not finite; return whether some may be.
 
     A masked token (-inf) may stay.
     """
-    is_bad_S = ~largest_S.isfinite()
-    if is_lazy or is_bad_S.any():
-        clamped_SV = logits_SV.nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
-        torch.where(is_bad_S[:, None], clamped_SV, logits_SV, out=logits_SV)
-    return is_bad_S
+    if not is_lazy and all(map(math.isfinite, largest_S.tolist())):
+        return False
+    clamped_SV = logits_SV.nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
+    torch.where(largest_S.isfinite()[:, None], logits_SV, clamped_SV, out=logits_SV)
+    return True
 
 
 def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> bool:
@@ -158,15 +160,15 @@ def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> bool:
     Return whether there are any.
     """
     bias, mask, penalties = columns.bias, columns.mask, columns.penalties
-    if len(bias.row_N):
+    if bias is not None:
         at_N = bias.row_N, bias.token_id_N
         logits_SV[at_N] = logits_SV[at_N] + bias.added_N
-    if len(mask.row_N):
+    if mask is not None:
         logits_SV[mask.row_N, mask.token_id_N] = MASKED_LOGIT
-    if len(penalties.row_N):
+    if penalties is not None:
         at_N = penalties.row_N, penalties.token_id_N
         logits_SV[at_N] = _penalize(logits_SV[at_N], penalties)
-    return any(len(edits.row_N) for edits in (bias, mask, penalties))
+    return any(edits is not None for edits in (bias, mask, penalties))
 
 
 def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
@@ -176,18 +178,13 @@ def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
     return logits_N - penalties.presence_N * (penalties.count_N > 0)
 
 
-def _choose(logits_SV: Tensor, likeliest_S: Tensor, columns: Columns[Tensor], backend: Backend) -> Tensor:
-    """Return a token for each row: each is in one of the two lists."""
-    greedy_R, draws = columns.greedy_R, columns.draws
-    if len(greedy_R) == len(logits_SV):
+def _choose(logits_SV: Tensor, likeliest_S: Tensor, draws: Draws[Tensor] | None, backend: Backend) -> Tensor:
+    """Return a token for each row: what is drawn, and the likeliest of the others."""
+    if draws is None:
         return likeliest_S
-    token_ids_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
-    if len(greedy_R):
-        token_ids_S[greedy_R] = likeliest_S.index_select(0, greedy_R)
-    if len(draws.row_R):
-        uniform_R = backend.uniform(draws.seed_R, draws.position_R, PURPOSE)
-        token_ids_S[draws.row_R] = _draw(_select(logits_SV, draws.row_R), draws, uniform_R, backend)
-    return token_ids_S
+    uniform_R = backend.uniform(draws.seed_R, draws.position_R, PURPOSE)
+    drawn_R = _draw(_select(logits_SV, draws.row_R), draws, uniform_R, backend)
+    return drawn_R if len(drawn_R) == len(likeliest_S) else likeliest_S.index_copy_(0, draws.row_R, drawn_R)
 
 
 def _select(tensor: Tensor, rows_R: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Llama family's decoder as one program for the CPU: the layers of a step in one call.
+"""The Llama family's decoder as one program for the CPU: a step but for the head in one call.
 
 This page follows `executor.models.decoder`, line by line, and computes the same bits; that one is the truth. It stands
 in for it where all weights of the layers are in panels and no other rank takes part.
@@ -14,7 +14,7 @@ from torch import Tensor
 from executor.inputs import StepInputs
 from executor.memory import KVCaches
 from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
-from executor.models.layers import Linear, RMSNorm
+from executor.models.layers import Linear, RMSNorm, VocabParallelEmbedding
 from kernels import cpu
 from kernels.cpu import PanelLinear, Program
 
@@ -22,7 +22,7 @@ from kernels.cpu import PanelLinear, Program
 
 
 class CompiledDecoder:
-    """Runs a decoder's layers and final norm.
+    """Runs a decoder's embedding, layers and final norm.
 
     The program is written for a number of rows and for the KV caches; for more rows, or others, it is written anew.
     """
@@ -34,7 +34,7 @@ class CompiledDecoder:
         self.on_layers: Callable[[int], object] = lambda num_layers: None  # is told how many layers were just done
 
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
-        """Return what DecoderStack.forward returns."""
+        """Return what DecoderStack.forward returns, in memory that the next step overwrites."""
         return self._run(self._for(len(inputs.token_ids_T), kv_caches), inputs)
 
     @torch.inference_mode()
@@ -49,10 +49,8 @@ class CompiledDecoder:
         return hidden_TE, by_part
 
     def _run(self, written: "Written", inputs: StepInputs, times_ns: np.ndarray | None = None) -> Tensor:
-        num_tokens = len(inputs.token_ids_T)
-        written.x_TE[:num_tokens] = self._stack.embed_tokens(inputs.token_ids_T)
-        written.residual_TE[:num_tokens] = 0
         written.program.run(
+            inputs.token_ids_T,
             inputs.positions_T,
             inputs.slot_mapping_T,
             inputs.block_tables_SM,
@@ -61,7 +59,7 @@ class CompiledDecoder:
             self.on_layers,
             times_ns,
         )
-        return written.normed_TE[:num_tokens].clone()  # the next step overwrites it
+        return written.normed_TE[: len(inputs.token_ids_T)]
 
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:
@@ -88,6 +86,7 @@ class Written:
         self.q_THD, self.k_TKD = (program.new(num, head_dim) for num in heads)
         self.gate_up_T2I = program.new(_num_outputs(mlp.gate_up_proj))
         self.activated_TI = program.new(_num_outputs(mlp.gate_up_proj) // 2)
+        self._embed(stack.embed_tokens)
         for layer, kv_cache in zip(layers, kv_caches, strict=True):
             self._add_norm(layer.input_layernorm)
             self._attention(layer.self_attn, stack.cos_sin_PR, kv_cache)
@@ -95,6 +94,12 @@ class Written:
             self._mlp(layer.mlp)
             program.end_layer()
         self._add_norm(stack.norm)
+
+    def _embed(self, embedding: VocabParallelEmbedding) -> None:
+        packed = embedding.packed
+        self.program.embedding(packed if isinstance(packed, PanelLinear) else embedding.weight, self.x_TE)
+        self.program.clear(self.residual_TE)
+        self._note("embedding")
 
     def _add_norm(self, norm: RMSNorm) -> None:
         self.program.add_rms_norm(self.x_TE, self.residual_TE, norm.weight, norm.eps, self.normed_TE)

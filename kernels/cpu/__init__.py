@@ -233,18 +233,24 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
 
 
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    return logits_RV.div_(temperature_R[:, None].float()).softmax(-1)
+    if logits_RV.dtype != torch.float32:
+        raise ValueError(f"logits are {logits_RV.dtype}, float32 is needed")
+    require_shape("temperature", temperature_R, (len(logits_RV),))
+    probs_RV = logits_RV.contiguous()
+    probs = probs_RV.numpy()
+    scale = sampling.softmax if _is_small(probs) else sampling.softmax_parallel
+    scale(probs, temperature_R.double().contiguous().numpy())
+    return probs_RV
 
 
 def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     if logits_RV.dtype != torch.float32:
         raise ValueError(f"logits are {logits_RV.dtype}, float32 is needed")
-    logits_RV = logits_RV.contiguous()
-    values_R = torch.empty(len(logits_RV), dtype=torch.float32)
-    token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
-    find = sampling.largest if logits_RV.numel() < LEAST_PARALLEL_ELEMENTS else sampling.largest_parallel
-    find(logits_RV.numpy(), values_R.numpy(), token_ids_R.numpy())
-    return values_R, token_ids_R
+    logits = logits_RV.contiguous().numpy()
+    values_R, token_ids_R = np.empty(len(logits), np.float32), np.empty(len(logits), np.int64)
+    find = sampling.largest if _is_small(logits) else sampling.largest_parallel
+    find(logits, values_R, token_ids_R)
+    return torch.from_numpy(values_R), torch.from_numpy(token_ids_R)
 
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
@@ -263,5 +269,11 @@ def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, un
     token_ids_R = torch.empty(num_rows, dtype=torch.int64)
     probs = probs_RV.contiguous().numpy()
     limits = [values_R.contiguous().numpy() for values_R in (top_k_R, top_p_R, min_p_R, uniform_R)]
-    sampling.draw(probs.view(np.uint32), probs, *limits, token_ids_R.numpy())
+    choose = sampling.draw if _is_small(probs) else sampling.draw_parallel
+    choose(probs.view(np.uint32), probs, *limits, token_ids_R.numpy())
     return token_ids_R
+
+
+def _is_small(rows_RV: np.ndarray) -> bool:
+    """Return whether one thread is as quick; threads share whole rows."""
+    return len(rows_RV) == 1 or rows_RV.size < LEAST_PARALLEL_ELEMENTS

@@ -47,6 +47,7 @@ class Shared(NamedTuple):
     num_tokens: int
     num_seqs: int
     max_blocks: int
+    token_ids: int
     positions: int
     slot_mapping: int
     block_tables: int
@@ -123,7 +124,7 @@ def _fields(at):
 def known(address):
     """Return what stands at the address of Shared."""
     f = pointer(address, np.int64)
-    return Shared(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12])
+    return Shared(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13])
 
 
 @routine(forceinline=True)
@@ -135,6 +136,44 @@ def _rows_of(shared, number, num_threads):
 @routine(forceinline=True)
 def _counter(at):
     return carray(pointer(at + FIRST - 8, np.int64), 1)
+
+
+@operation(shares_rows=True)
+def embedding(at, shared, number, num_threads, like):
+    """Copy the rows that the tokens name. Fields: out, weight, size."""
+    op, _ = _fields(at)
+    first, end = _rows_of(shared, number, num_threads)
+    kind, token_ids = carray(like, 0), pointer(known(shared).token_ids, np.int64)
+    out, weight, size = pointer(op[0], kind), pointer(op[1], kind), op[2]
+    for row in range(first, end):
+        source = token_ids[row] * size
+        for column in range(size):
+            out[row * size + column] = weight[source + column]
+    return 1
+
+
+@operation(shares_rows=True, has_dtype=False)
+def panel_embedding(at, shared, number, num_threads, like):
+    """Write the rows that the tokens name. Fields: those of `product`; there is no x."""
+    f, _ = _fields(at)
+    first, end = _rows_of(shared, number, num_threads)
+    out_row_bytes = f[7] * f[10]
+    addresses = (f[0] + first * out_row_bytes, f[1], f[2], f[3], f[4], f[5])
+    sizes = (end - first, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14])
+    token_ids = carray(pointer(known(shared).token_ids + 8 * first, np.int64), end - first)
+    panel_products.embedding(addresses, sizes, token_ids)
+    return 1
+
+
+@operation(shares_rows=True, has_dtype=False)
+def clear(at, shared, number, num_threads, like):
+    """Make rows of float32 zero. Fields: out, size."""
+    op, _ = _fields(at)
+    first, end = _rows_of(shared, number, num_threads)
+    out = pointer(op[0], np.float32)
+    for at_out in range(first * op[1], end * op[1]):
+        out[at_out] = 0.0
+    return 1
 
 
 @operation(shares_rows=True)

@@ -52,7 +52,7 @@ class Program:
         self._first_of_kind: list[int] = []
         self._layers: list[Layer] = []
         self._num_weights = 0
-        self._num_slots, self._num_positions = 2**62, 2**62
+        self._num_slots, self._num_positions, self._num_ids = 2**62, 2**62, 2**62
         self._held: list[object] = []
         self._of_parts: dict[tuple[int, int], Tensor] = {}
         self._arrays: tuple[np.ndarray, np.ndarray] | None = None
@@ -65,6 +65,29 @@ class Program:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for `num_rows` rows of `shape`, in the program's dtype or another."""
         return torch.empty(self.num_rows, *shape, dtype=dtype or self.dtype)
+
+    def embedding(self, weight: Tensor | PanelLinear, out_TE: Tensor) -> None:
+        """Write the rows of a weight that the step's tokens name."""
+        if isinstance(weight, PanelLinear):
+            self._require(out_TE)
+            num_ids, size = weight.num_outputs, weight.num_inputs
+            self._append(operations.panel_embedding, [out_TE, out_TE], *_fields_of(weight, out_TE, out_TE))
+            self._held.append(weight)
+        else:
+            self._require(out_TE, weight)
+            require_contiguous(weight)
+            num_ids, size = weight.shape
+            self._append(operations.embedding, [out_TE, weight], size)
+        require_shape("out", out_TE, (self.num_rows, size))
+        require_contiguous(out_TE)
+        self._num_ids = min(self._num_ids, num_ids)
+
+    def clear(self, out_TE: Tensor) -> None:
+        """Make rows of float32 zero."""
+        require_contiguous(out_TE)
+        if out_TE.dtype != torch.float32:
+            raise ValueError(f"what is cleared is {out_TE.dtype}, float32 is needed")
+        self._append(operations.clear, [out_TE], out_TE.shape[1])
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
         self._require(x_TE, weight_E, out_TE)
@@ -181,6 +204,7 @@ class Program:
 
     def run(
         self,
+        token_ids_T: Tensor,
         positions_T: Tensor,
         slot_mapping_T: Tensor,
         block_tables_SM: Tensor,
@@ -189,25 +213,27 @@ class Program:
         on_layers: Callable[[int], object],
         times_ns: np.ndarray | None = None,
     ) -> None:
-        """Do it all for the first rows of the tensors, as many as there are positions.
+        """Do it all for the first rows of the tensors, as many as there are tokens.
 
         `on_layers` is told after each call how many layers it ended. `times_ns` (int64, a place for each operation)
         is added to. Raises ValueError or IndexError as the functions of `kernels.backend` do, before anything is done.
         """
-        num_tokens, (num_seqs, max_blocks) = len(positions_T), block_tables_SM.shape
+        num_tokens, (num_seqs, max_blocks) = len(token_ids_T), block_tables_SM.shape
         if num_tokens > self.num_rows:
             raise ValueError(f"{num_tokens} tokens, the program has room for {self.num_rows}")
         times_ns = np.empty(0, np.int64) if times_ns is None else times_ns
         if len(times_ns) not in (0, self.num_operations):
             raise ValueError(f"places for {len(times_ns)} times, the program has {self.num_operations} operations")
+        require_shape("positions", positions_T, (num_tokens,))
         require_shape("slot_mapping", slot_mapping_T, (num_tokens,))
         require_shape("cu_seqlens_q", cu_seqlens_q, (num_seqs + 1,))
         require_shape("seq_lens", seq_lens_S, (num_seqs,))
-        positions_T, slot_mapping_T = contiguous(positions_T, torch.int64), contiguous(slot_mapping_T, torch.int64)
-        indices = [contiguous(tensor, torch.int32) for tensor in (block_tables_SM, cu_seqlens_q, seq_lens_S)]
-        require_inside("position", positions_T, 0, self._num_positions)
-        require_inside("slot", slot_mapping_T, -(2**63), self._num_slots)
-        addresses = [tensor.data_ptr() for tensor in (positions_T, slot_mapping_T, *indices)]
+        of_tokens = [contiguous(tensor, torch.int64) for tensor in (token_ids_T, positions_T, slot_mapping_T)]
+        of_seqs = [contiguous(tensor, torch.int32) for tensor in (block_tables_SM, cu_seqlens_q, seq_lens_S)]
+        require_inside("id", of_tokens[0], 0, self._num_ids)
+        require_inside("position", of_tokens[1], 0, self._num_positions)
+        require_inside("slot", of_tokens[2], -(2**63), self._num_slots)
+        addresses = [tensor.data_ptr() for tensor in (*of_tokens, *of_seqs)]
         inputs = (num_tokens, num_seqs, max_blocks, *addresses)
         for first, end, num_layers in self._calls(num_tokens):
             outcome = run(*self._ready(), first, end, inputs, times_ns, torch.get_num_threads())
@@ -241,10 +267,7 @@ class Program:
     def _product(self, x_TK: Tensor, layer: PanelLinear, out_TN: Tensor) -> None:
         self._require(x_TK, out_TN)
         require_shape("x", x_TK, (self.num_rows, layer.num_inputs))
-        sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
-        factor_bytes = [0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)]
-        in_pairs = int(layer.multiplies_in_pairs(x_TK.dtype))
-        self._append(operations.product, [out_TN, x_TK], *layer.addresses, *sizes, *factor_bytes, in_pairs)
+        self._append(operations.product, [out_TN, x_TK], *_fields_of(layer, out_TN, x_TK))
         self._held.append(layer)
         self._num_weights += layer.num_outputs * layer.num_inputs
 
@@ -259,6 +282,13 @@ class Program:
         like(*tensors)
         if tensors[0].dtype is not self.dtype:
             raise ValueError(f"a tensor of {tensors[0].dtype} does not belong into this program")
+
+
+def _fields_of(layer: PanelLinear, out_TN: Tensor, x_TK: Tensor) -> tuple[int, ...]:
+    """Return the fields of a product that follow the addresses of out and x."""
+    sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
+    factor_bytes = [0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)]
+    return *layer.addresses, *sizes, *factor_bytes, int(layer.multiplies_in_pairs(x_TK.dtype))
 
 
 def _require_dense_heads(*tensors: Tensor) -> None:

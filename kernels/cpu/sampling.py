@@ -12,12 +12,27 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import kernel, routine
-from kernels.cpu.simd import LANES, fma, largest_lane, load, maximum, pointer, splat, sum_of_lanes
+from kernels.cpu.simd import (
+    LANES,
+    choose_below,
+    exp,
+    fma,
+    largest_lane,
+    load,
+    load_part,
+    maximum,
+    pointer,
+    splat,
+    store_part,
+    sum_of_lanes,
+)
 
 DIGIT_BITS = 11
 SHIFTS = (22, 11, 0)  # of the three digits of 32 bits, the highest first
 ALL = np.inf
 BLOCK = 1024  # logits
+RARE = 0.999  # less than 1, by more than the rounding of sums
+LEAST_EXPONENT = np.float32(-87.0)  # of what `exp` does not clamp
 ZERO, MINUS_INFINITY, NAN = np.float32(0.0), np.float32(-np.inf), np.float32(np.nan)
 
 
@@ -70,29 +85,114 @@ def largest_parallel(logits_RV, values_R, token_ids_R):
 
 
 @routine()
-def _cut(bits_V, probs_V, by_count, limit):
+def _softmax(logits, start, end, temperature):
+    """Overwrite logits start to end with softmax(logits / temperature); what is below e**-87 of the largest is 0."""
+    largest, _ = _find_largest(logits, start, end)
+    scaled_largest, total = splat(largest) / splat(temperature), 0.0
+    for first in range(start, end, BLOCK):
+        sums = splat(ZERO)
+        for at in range(first, min(first + BLOCK, end), LANES):
+            below = load_part(logits, at, end - at) / splat(temperature) - scaled_largest
+            store_part(logits, at, end - at, choose_below(below, splat(LEAST_EXPONENT), splat(ZERO), exp(below)))
+            sums = sums + load_part(logits, at, end - at)
+        total += sum_of_lanes(sums)
+    for at in range(start, end, LANES):
+        store_part(logits, at, end - at, load_part(logits, at, end - at) / splat(np.float32(total)))
+
+
+@kernel()
+def softmax(logits_RV, temperature_R):
+    """Overwrite each row with softmax(logits / temperature)."""
+    size = logits_RV.shape[1]
+    logits = pointer(logits_RV.ctypes.data, np.float32)
+    for row in range(len(temperature_R)):
+        _softmax(logits, row * size, (row + 1) * size, np.float32(temperature_R[row]))
+
+
+@kernel(parallel=True)
+def softmax_parallel(logits_RV, temperature_R):
+    for row in prange(len(temperature_R)):
+        softmax(logits_RV[row : row + 1], temperature_R[row : row + 1])
+
+
+@routine()
+def _sum(probs_V):
+    """Return the sum of all, as float64: several sums side by side, which do not wait for one another."""
+    sums = np.zeros(LANES)
+    whole = len(probs_V) - len(probs_V) % LANES
+    for first in range(0, whole, LANES):
+        for lane in range(LANES):
+            sums[lane] += probs_V[first + lane]
+    total = sums.sum()
+    for token in range(whole, len(probs_V)):
+        total += probs_V[token]
+    return total
+
+
+@routine(forceinline=True)
+def _has_none(probs_V, first, least):
+    """Return whether a whole vector of probabilities, from `first` on, lies below `least`."""
+    if first + LANES > len(probs_V):
+        return False
+    return largest_lane(load(pointer(probs_V.ctypes.data, np.float32), first)) < least
+
+
+@routine()
+def _at_least(probs_V, least):
+    """Return the tokens whose probability is at least `least`, by id."""
+    tokens, num_tokens = np.empty(len(probs_V), np.int64), 0
+    for first in range(0, len(probs_V), LANES):
+        if _has_none(probs_V, first, least):
+            continue
+        for token in range(first, min(first + LANES, len(probs_V))):
+            tokens[num_tokens] = token
+            num_tokens += probs_V[token] >= least
+    return tokens[:num_tokens]
+
+
+@routine()
+def _digit(sums, before, limit):
+    """Return the digit at which what comes before, the highest first, reaches `limit`, and what comes before it."""
+    digit = len(sums) - 1
+    while digit > 0 and before + sums[digit] < limit:
+        before += sums[digit]
+        digit -= 1
+    return digit, before
+
+
+@routine()
+def _as_probability(bits):
+    pattern = np.empty(1, np.uint32)
+    pattern[0] = bits
+    return pattern.view(np.float32)[0]
+
+
+@routine()
+def _cut(bits_V, probs_V, by_count, limit, rare):
     """Return where, likeliest first, what comes before (tokens, or their mass) reaches `limit`.
 
-    That is a bit pattern, above which all is kept, and how many of the tokens that have it are kept too.
+    That is a bit pattern, above which all is kept, how many of the tokens that have it are kept too, and, by id, all
+    tokens that may be. The cut is known not to lie below the probability `rare`.
     """
-    prefix, before = np.int64(0), 0.0
-    for shift in SHIFTS:
-        sums = np.zeros(1 << DIGIT_BITS)
-        for token in range(len(bits_V)):
+    sums = np.zeros(1 << DIGIT_BITS)
+    for first in range(0, len(probs_V), LANES):
+        if not _has_none(probs_V, first, rare):
+            for token in range(first, min(first + LANES, len(probs_V))):
+                sums[bits_V[token] >> SHIFTS[0]] += 1.0 if by_count else probs_V[token]
+    prefix, before = _digit(sums, 0.0, limit)
+    tokens = _at_least(probs_V, _as_probability(prefix << SHIFTS[0]))
+    for shift in SHIFTS[1:]:
+        sums[:] = 0.0
+        for token in tokens:
             bits = np.int64(bits_V[token])
             if bits >> (shift + DIGIT_BITS) == prefix:
                 sums[(bits >> shift) & (len(sums) - 1)] += 1.0 if by_count else probs_V[token]
-        digit = len(sums) - 1
-        while digit > 0 and before + sums[digit] < limit:
-            before += sums[digit]
-            digit -= 1
+        digit, before = _digit(sums, before, limit)
         prefix = prefix << DIGIT_BITS | digit
     if prefix == 0:
-        return prefix, ALL
-    pattern = np.empty(1, np.uint32)
-    pattern[0] = prefix
-    weight = 1.0 if by_count else np.float64(pattern.view(np.float32)[0])
-    return prefix, max(1.0, np.ceil((limit - before) / weight))
+        return prefix, ALL, tokens
+    weight = 1.0 if by_count else np.float64(_as_probability(prefix))
+    return prefix, max(1.0, np.ceil((limit - before) / weight)), tokens
 
 
 @routine()
@@ -117,20 +217,31 @@ def _walk(bits_V, probs_V, cut, num_at_cut, least, target):
 @routine()
 def _draw(bits_V, probs_V, top_k, top_p, min_p, uniform):
     cut, num_at_cut = np.int64(0), ALL
+    is_cut, ids = False, np.empty(0, np.int64)
     if top_k > 0:
-        cut, num_at_cut = _cut(bits_V, probs_V, True, np.float64(top_k))
+        cut, num_at_cut, ids = _cut(bits_V, probs_V, True, np.float64(top_k), 0.0)
+        is_cut, bits_V, probs_V = True, bits_V[ids], probs_V[ids]
     if top_p < 1.0:
-        _, mass = _walk(bits_V, probs_V, cut, num_at_cut, 0.0, ALL)
-        cut_p, num_at_cut_p = _cut(bits_V, probs_V, False, top_p * mass)
+        mass = _walk(bits_V, probs_V, cut, num_at_cut, 0.0, ALL)[1] if is_cut else _sum(probs_V)
+        rare = RARE * (1.0 - top_p) * mass / len(probs_V)  # all below it have less than 1 - top_p of the mass together
+        cut_p, num_at_cut_p, kept = _cut(bits_V, probs_V, False, top_p * mass, rare)
         if cut_p > cut or (cut_p == cut and num_at_cut_p < num_at_cut):
             cut, num_at_cut = cut_p, num_at_cut_p
+        ids = ids[kept] if is_cut else kept
+        is_cut, bits_V, probs_V = True, bits_V[kept], probs_V[kept]
     least = min_p * probs_V.max() if min_p > 0.0 else 0.0
     _, mass = _walk(bits_V, probs_V, cut, num_at_cut, least, ALL)
-    token, _ = _walk(bits_V, probs_V, cut, num_at_cut, least, uniform * mass)
-    return token
+    drawn, _ = _walk(bits_V, probs_V, cut, num_at_cut, least, uniform * mass)
+    return ids[drawn] if is_cut else drawn
+
+
+@kernel()
+def draw(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token_ids_R):
+    for row in range(len(token_ids_R)):
+        token_ids_R[row] = _draw(bits_RV[row], probs_RV[row], top_k_R[row], top_p_R[row], min_p_R[row], uniform_R[row])
 
 
 @kernel(parallel=True)
-def draw(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token_ids_R):
+def draw_parallel(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token_ids_R):
     for row in prange(len(token_ids_R)):
         token_ids_R[row] = _draw(bits_RV[row], probs_RV[row], top_k_R[row], top_p_R[row], min_p_R[row], uniform_R[row])

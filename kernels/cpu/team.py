@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from kernels.cpu.jit import routine
 
 PATIENCE_NS = 2_000_000  # for which the leader waits; a sleeping thread is there within 0.1 ms
-SPINS = 2_000  # looks at memory, some 50 us, before a waiting thread lets others have its core
+SPINS = 100  # looks at memory, some 3 us, before a waiting thread lets others have its core
 
 _COME, _MEMBERS, _MET, _MEETINGS = 0, 16, 32, 48  # places in `team`
 TEAM_SIZE = 64

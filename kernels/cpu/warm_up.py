@@ -48,8 +48,13 @@ def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
 def _sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     nothing, half = torch.zeros(1, dtype=torch.int64), torch.full((1,), 0.5, dtype=torch.float64)
     yield "largest", partial(cpu.largest, torch.zeros(1, 16))
-    yield "largest in parallel", partial(cpu.largest, torch.zeros(1, cpu.LEAST_PARALLEL_ELEMENTS))
+    rows = torch.zeros(2, cpu.LEAST_PARALLEL_ELEMENTS // 2)
+    yield "largest in parallel", partial(cpu.largest, rows)
+    yield "scale_to_probs", partial(cpu.scale_to_probs, torch.zeros(1, 16), half)
+    yield "scale_to_probs in parallel", partial(cpu.scale_to_probs, rows.clone(), half.expand(2))
     yield "draw", partial(cpu.draw, torch.ones(1, 16), nothing, half, half, half)
+    limits = [column.expand(2) for column in (nothing, half, half, half)]
+    yield "draw in parallel", partial(cpu.draw, rows + 1, *limits)
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -58,7 +63,8 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]
     program = Program(1, dtype)
     program.silu_and_mul(program.new(32), program.new(16))
     zeros = torch.zeros(2, dtype=torch.int32)
-    inputs = (zeros.long()[:1], zeros.long()[:1], zeros.view(1, 2), zeros, zeros[:1])
+    first = zeros.long()[:1]
+    inputs = (first, first, first, zeros.view(1, 2), zeros, zeros[:1])
     yield "program", partial(program.run, *inputs, on_layers=lambda num_layers: None)
 
 

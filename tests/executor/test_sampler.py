@@ -34,7 +34,7 @@ def sample(logits_SV, sequences, *, is_lazy=False):
     sampled = sampler.sample(logits_SV, to_device(columns, HOST.upload), cpu, is_lazy=is_lazy)
     logprobs = [None] * len(sequences)
     if sampled.logprobs is not None:
-        wanting = columns.logprobs_R.tolist()
+        wanting = columns.wanted.row_R.tolist()
         alternatives = [sequences[row].sampling.num_logprobs for row in wanting]
         values = sampler.TokenLogprobs(*(tensor.numpy() for tensor in sampled.logprobs))
         for row, entry in zip(wanting, sampler.pack_logprobs(values, alternatives), strict=True):
@@ -311,7 +311,10 @@ def test_logits_that_are_not_finite_neither_raise_nor_touch_a_neighbour(value, s
     logits_SV[0] = value
     clean, broken = sequence(seed=3), sequence(**sampling)
     expected = sample_one(logits_SV[1], clean)
-    assert sampler.clamp_non_finite(logits_SV.clone(), logits_SV.amax(-1), is_lazy=is_lazy).tolist() == [True, False]
+    clamped_SV = logits_SV.clone()
+    assert sampler.clamp_non_finite(clamped_SV, logits_SV.amax(-1), is_lazy=is_lazy)
+    assert clamped_SV.isfinite().all()
+    assert torch.equal(clamped_SV[1], logits_SV[1])
     token_ids, _ = sample(logits_SV, [broken, clean], is_lazy=is_lazy)
     assert 0 <= token_ids[0] < 512
     assert token_ids[1] == expected

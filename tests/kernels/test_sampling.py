@@ -59,6 +59,21 @@ def test_a_nan_shows_wherever_it_is(place: int) -> None:
     assert values_R.isnan().tolist() == [True, False]
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 997, 1_024, 49_152])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_probabilities_are_those_of_a_softmax_whatever_the_number_of_rows(vocab_size: int, num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits_RV = torch.randn(3, vocab_size, generator=generator) * 5
+    logits_RV[0, vocab_size // 2] = -1e30  # masked
+    logits_RV[1, : vocab_size // 2] = -math.inf
+    temperature_R = torch.tensor([1.0, 0.2, 30.0], dtype=torch.float64)
+    probs_RV = cpu.scale_to_probs(logits_RV[:num_rows].clone(), temperature_R[:num_rows])
+    expected_RV = (logits_RV.double() / temperature_R[:, None]).softmax(-1).float()[:num_rows]
+    torch.testing.assert_close(probs_RV, expected_RV, rtol=2e-5, atol=1e-37)
+    assert (probs_RV[expected_RV == 0] == 0).all()
+    assert torch.equal(probs_RV[:1], cpu.scale_to_probs(logits_RV[:1].clone(), temperature_R[:1]))
+
+
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_of_equals_the_lower_ids_are_kept_and_those_of_no_weight_never(top_k: int) -> None:
     probs_RV, _, top_p_R, min_p_R, uniform_R = arguments(40, 1.0)
@@ -82,6 +97,10 @@ def test_what_does_not_fit_is_refused() -> None:
     probs_RV, top_k_R, *limits = arguments(7, 1.0)
     with pytest.raises(ValueError, match="float32 is needed"):
         cpu.draw(probs_RV.double(), top_k_R, *limits)
+    with pytest.raises(ValueError, match="logits are"):
+        cpu.scale_to_probs(probs_RV.double(), limits[0])
+    with pytest.raises(ValueError, match="temperature has shape"):
+        cpu.scale_to_probs(probs_RV, limits[0][:3])
     with pytest.raises(ValueError, match="top_k is"):
         cpu.draw(probs_RV, top_k_R.int(), *limits)
     with pytest.raises(ValueError, match="top_k has shape"):
