@@ -49,6 +49,7 @@ class CompiledDecoder:
         return hidden_TE, by_part
 
     def _run(self, written: "Written", inputs: StepInputs, times_ns: np.ndarray | None = None) -> Tensor:
+        normed_TE = written.normed_TE[: len(inputs.token_ids_T)]  # before: torch's code is cold after the program
         written.program.run(
             inputs.token_ids_T,
             inputs.positions_T,
@@ -59,7 +60,7 @@ class CompiledDecoder:
             self.on_layers,
             times_ns,
         )
-        return written.normed_TE[: len(inputs.token_ids_T)]
+        return normed_TE
 
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:

@@ -143,9 +143,11 @@ def test_a_tiny_model_is_timed_and_taken_apart(
     assert result.left_out == ["batch 200, context 24: max_num_seqs is 128"]
     products = {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}
     kernels_called = {"attention", "norms", "activation", "rotary, KV store"}
+    kernels_called |= {"embedding"} if quantization == "int4" else set()  # as a program's own; torch's lies between
     around = {"packing", "between kernels", "sampling"}
     assert {part.name for part in profile.parts} == products | kernels_called | around
-    assert {part.name for part in profile.parts if part.bytes > 0} == products | kernels_called - {"activation"}
+    weightless = {"activation", "embedding"}
+    assert {part.name for part in profile.parts if part.bytes > 0} == products | kernels_called - weightless
     assert profile.num_calls == num_calls
     assert all(part.median_s > 0 for part in profile.parts)
     assert "batch 200, context 24: max_num_seqs is 128" in capsys.readouterr().out
