@@ -1,12 +1,13 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
 Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones, but on machines that
-multiply matrices of them (AMX).
+multiply matrices of them (AMX, Arm).
 
 M rows, N outputs, K inputs.
 """
 
 import functools
+import platform
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,6 @@ from torch.nn import functional
 
 from kernels.cpu import panel_linear
 from kernels.cpu.panel_linear import PanelLinear
-from kernels.cpu.simd import HAS_BFLOAT16
 from kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
@@ -69,13 +69,14 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
 
 
 def _is_for_onednn() -> bool:
-    """Return whether bfloat16 weights are oneDNN's.
+    """Return whether bfloat16 weights are oneDNN's: where it has instructions that panels have not, AMX's or Arm's.
 
-    Without instructions for them it is five to ten times slower than panels; where they are AVX-512-BF16's, panels take
-    the same ones. Others (AMX, Arm's) are known to oneDNN alone.
+    On other x86-64 it takes those of AVX-512-BF16, as panels do, or none, and is then five to ten times slower.
     """
+    if platform.machine() == "x86_64":
+        return torch.cpu._is_amx_tile_supported()
     is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return is_supported and (not HAS_BFLOAT16 or torch.cpu._is_amx_tile_supported())
+    return is_supported
 
 
 def linear(x_MK: Tensor, layer: PlainLinear | PanelLinear, out_dtype: torch.dtype | None = None) -> Tensor:
