@@ -159,7 +159,7 @@ class Rig:
     def _step(self, times: dict[str, list[float]]) -> None:
         """Plan one step while another is in flight, then take the result of that one and pass its tokens on."""
         with timed(times["schedule"]):
-            planned = self._scheduler.schedule()
+            planned = self._scheduler.schedule(MAX_NUM_BATCHED_TOKENS)  # a limit is looked up, as when serving
         previous, self._in_flight = self._in_flight, planned
         if planned is not None:
             self._measures.plan(planned.sequences, time.monotonic())

@@ -107,7 +107,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             gt=0,
             le=3600,
             description="seconds that a step may take, about, while some sequences generate: prompts of others are then"
-            " computed in pieces that small; a step may always take twice as long as it would without prompts",
+            " computed in pieces that small; a step may always take twice as long as it would without prompts, and"
+            " longer where many wait",
         ),
     ] = 0.05
     max_num_queued_reqs: Annotated[

@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult
@@ -37,6 +38,7 @@ from scheduler.tenants import TenantUsage
 __all__ = ["Limits", "PlannedStep", "Refusal", "Scheduler", "Sequence", "Update"]
 
 MAX_STEPS_IN_FLIGHT = 2
+LEAST_STEPS_FOR_PROMPTS = 16  # in which those that could be computed at once are, where that would keep others waiting
 PRIORITY = attrgetter("priority")
 QUEUE_KEY = attrgetter("queue_key")
 
@@ -164,20 +166,32 @@ class Scheduler:
         """Return the next step, or None if there is nothing to do now. One earlier step may be in flight.
 
         A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
-        generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token.
+        generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token;
+        where much waits, a sixteenth of it, since to keep it waiting would cost more than it spares others.
         """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
-        budget = self.limits.max_num_batched_tokens
-        plan = Plan(budget, budget)
-        if max_num_prompt_tokens is not None and any(sequence.num_remaining_tokens == 1 for sequence in self.running):
-            plan.prompt_budget = max(1, min(max_num_prompt_tokens, budget + 1 - len(self.running)))
+        plan = Plan(self.limits.max_num_batched_tokens, self._prompt_budget(max_num_prompt_tokens))
         num_preemptions = self.counters.num_preemptions
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
             self._admit_waiting(plan)
         return self._send(plan) if plan.shares else None
+
+    def _prompt_budget(self, max_num_prompt_tokens: int | None) -> int:
+        """Return how many tokens the next step may have of sequences that have more than one to compute."""
+        budget = self.limits.max_num_batched_tokens
+        if max_num_prompt_tokens is None:
+            return budget
+        nums_tokens = [sequence.num_remaining_tokens for sequence in self.running]
+        num_generating = nums_tokens.count(1)
+        if num_generating == 0:
+            return budget
+        waiting = islice(self.waiting, self.limits.max_num_seqs - len(self.running))
+        num_prompt_tokens = sum(nums_tokens) - num_generating + sum(sequence.num_tokens for sequence in waiting)
+        most = max(max_num_prompt_tokens, num_prompt_tokens // LEAST_STEPS_FOR_PROMPTS)
+        return max(1, min(most, budget + 1 - len(self.running)))
 
     def _plan_running(self, plan: Plan) -> None:
         for sequence in self.running.copy():

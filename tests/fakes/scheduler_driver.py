@@ -225,12 +225,14 @@ class SchedulerDriver:
 
     def send(self) -> PlannedStep | None:
         """Plan a step."""
+        remaining = [sequence.num_remaining_tokens for sequence in self.scheduler.sequences.values()]
         some_generate = any(sequence.num_remaining_tokens == 1 for sequence in self.scheduler.running)
         step = self.scheduler.schedule(self.max_num_prompt_tokens)
         if step is not None:
             if self.max_num_prompt_tokens is not None and some_generate:
                 nums_tokens = [len(share.token_ids) // 4 for share in step.sequences]
-                assert sum(n for n in nums_tokens if n > 1) <= self.max_num_prompt_tokens, nums_tokens
+                most = max(self.max_num_prompt_tokens, sum(remaining) // 16)  # of all that there is to compute
+                assert sum(n for n in nums_tokens if n > 1) <= most, nums_tokens
             self.sent.append(step)
             self.steps.append(step)
         self.settle()
