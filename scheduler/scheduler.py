@@ -38,7 +38,7 @@ from scheduler.tenants import TenantUsage
 __all__ = ["Limits", "PlannedStep", "Refusal", "Scheduler", "Sequence", "Update"]
 
 MAX_STEPS_IN_FLIGHT = 2
-LEAST_STEPS_FOR_PROMPTS = 16  # in which those that could be computed at once are, where that would keep others waiting
+LEAST_STEPS_FOR_PROMPTS = 24  # in which those that could be computed at once are, where that would keep others waiting
 PRIORITY = attrgetter("priority")
 QUEUE_KEY = attrgetter("queue_key")
 
@@ -167,7 +167,7 @@ class Scheduler:
 
         A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
         generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token;
-        where much waits, a sixteenth of it, since to keep it waiting would cost more than it spares others.
+        where much waits, a 24th of it, since to keep it waiting would cost more than it spares others.
         """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None

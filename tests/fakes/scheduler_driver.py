@@ -231,7 +231,7 @@ class SchedulerDriver:
         if step is not None:
             if self.max_num_prompt_tokens is not None and some_generate:
                 nums_tokens = [len(share.token_ids) // 4 for share in step.sequences]
-                most = max(self.max_num_prompt_tokens, sum(remaining) // 16)  # of all that there is to compute
+                most = max(self.max_num_prompt_tokens, sum(remaining) // 24)  # of all that there is to compute
                 assert sum(n for n in nums_tokens if n > 1) <= most, nums_tokens
             self.sent.append(step)
             self.steps.append(step)
