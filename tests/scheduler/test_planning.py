@@ -88,7 +88,7 @@ def test_nothing_is_admitted_when_prompts_have_all_that_they_may() -> None:
 def test_of_prompts_that_many_wait_for_larger_pieces_are_computed() -> None:
     """A 24th of what could be, whether it was begun or waits; not of what no sequence's place is free for."""
     driver = SchedulerDriver(100, max_num_seqs=4, max_num_batched_tokens=64, max_num_prompt_tokens=2)
-    driver.start(0, [1, 2, 3], max_tokens=60)
+    driver.start(0, [1, 2, 3], max_tokens=120)
     driver.step()
     for seq_id in range(1, 6):
         driver.start(seq_id, range(64 * seq_id, 64 * seq_id + 64), max_tokens=1)
