@@ -16,6 +16,7 @@ from protocol.sampling import SamplingParams
 # S rows, R some of them, N logits, K likeliest tokens
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's border
+LEAST_TOP_P = 1e-200  # less keeps the likeliest token as well, but its product with a mass could be 0
 MASKED_LOGIT = -1e30  # finite after division by the least temperature
 SEED_BITS = (1 << 64) - 1
 
@@ -124,7 +125,7 @@ def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray] | None:
         position_R=_int64(sequences[row].num_output_tokens for row in rows),
         temperature_R=_float64(sampling.temperature for sampling in drawn),
         top_k_R=_int64(sampling.top_k for sampling in drawn),
-        top_p_R=_float64(sampling.top_p for sampling in drawn),
+        top_p_R=_float64(max(sampling.top_p, LEAST_TOP_P) for sampling in drawn),
         min_p_R=_float64(sampling.min_p for sampling in drawn),
     )
 

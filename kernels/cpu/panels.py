@@ -68,6 +68,7 @@ AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for
 _add_bytes, _total_of_bytes, _add_words = products_i8.add, products_i8.total, products_i16.add
 _add_pairs = products_bfloat16
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_LEAST = np.float32(1e-30)  # less is taken for zero: what brings it to whole numbers would be infinite
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
 
 
@@ -218,7 +219,7 @@ def _load_rounded_row(product, source, row, scratch):
             high = _load_x(product, source + k + LANES, LANES)
         size = largest_lane(maximum(copy_sign(low, splat(_ONE)), copy_sign(high, splat(_ONE))))
         nan_or_zero = fma(low, splat(_ZERO), fma(high, splat(_ZERO), nan_or_zero))
-        inverse = splat(largest / size if size > _ZERO else _ZERO)
+        inverse = splat(largest / size if size > _LEAST else _ZERO)
         rounded = _store_rounded(product, low, inverse, _x_at(product, row, k, scratch), scratch)
         if chunk == 32:
             rounded = rounded + _store_rounded(product, high, inverse, _x_at(product, row, k + LANES, scratch), scratch)

@@ -152,9 +152,12 @@ def _at_least(probs_V, least):
 
 @routine()
 def _digit(sums, before, limit):
-    """Return the digit at which what comes before, the highest first, reaches `limit`, and what comes before it."""
+    """Return the digit at which what comes before, the highest first, reaches `limit`, and what comes before it.
+
+    It is one that some token has, also if the limit is so small that it is 0.
+    """
     digit = len(sums) - 1
-    while digit > 0 and before + sums[digit] < limit:
+    while digit > 0 and (sums[digit] == 0.0 or before + sums[digit] < limit):
         before += sums[digit]
         digit -= 1
     return digit, before
@@ -229,10 +232,10 @@ def _draw(bits_V, probs_V, top_k, top_p, min_p, uniform):
             cut, num_at_cut = cut_p, num_at_cut_p
         ids = ids[kept] if is_cut else kept
         is_cut, bits_V, probs_V = True, bits_V[kept], probs_V[kept]
-    least = min_p * probs_V.max() if min_p > 0.0 else 0.0
+    least = min_p * probs_V.max() if min_p > 0.0 and len(probs_V) > 0 else 0.0
     _, mass = _walk(bits_V, probs_V, cut, num_at_cut, least, ALL)
     drawn, _ = _walk(bits_V, probs_V, cut, num_at_cut, least, uniform * mass)
-    return ids[drawn] if is_cut else drawn
+    return ids[drawn] if is_cut and len(ids) > 0 else drawn  # none is left of probabilities that are no numbers
 
 
 @kernel()

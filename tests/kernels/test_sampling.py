@@ -86,6 +86,22 @@ def test_of_equals_the_lower_ids_are_kept_and_those_of_no_weight_never(top_k: in
     assert probs_RV.gather(1, token_ids_R[:, None]).min() > 0
 
 
+@pytest.mark.parametrize("min_p", [0.0, 0.5])
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_a_top_p_too_small_for_a_product_keeps_the_likeliest(top_k: int, min_p: float) -> None:
+    probs = torch.full((1, 100), 0.001)
+    probs[0, 70] = 0.002
+    limits = torch.tensor([top_k]), torch.tensor([5e-324]).double(), torch.tensor([min_p]).double()
+    assert cpu.draw(probs, *limits, torch.tensor([0.9]).double()).tolist() == [70]
+
+
+@pytest.mark.parametrize("min_p", [0.0, 0.5])
+def test_of_probabilities_that_are_no_numbers_some_token_of_the_vocabulary_is_drawn(min_p: float) -> None:
+    limits = torch.tensor([5]), torch.tensor([0.9]).double(), torch.tensor([min_p]).double()
+    [token_id] = cpu.draw(torch.full((1, 100), math.nan), *limits, torch.tensor([0.9]).double()).tolist()
+    assert 0 <= token_id < 100
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     given = arguments(5000, 2.0)
     together = cpu.draw(*given)
