@@ -14,6 +14,7 @@ from kernels.cpu.panels import (
     load_group,
     load_rows,
     multiply,
+    multiply_row,
     new_scratch,
     num_panels,
     rows_of_block,
@@ -22,12 +23,13 @@ from kernels.cpu.simd import LANES, fetch_add, fma, lane, load, load_part, load_
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 TASKS_PER_WORKER = 4
+TASKS_PER_WORKER_OF_ROW = 2  # memory is what takes the time: longer parts of it come faster
 
 _ZERO = np.float32(0.0)
 
 
 @routine()
-def _write_out(product, panel, first_row, num_rows, scratch):
+def _write_out(product, panel, first_row, num_rows, first_sum, scratch):
     sums = pointer(scratch.sums_MN, np.float32)
     out, out_bfloat16 = pointer(product.out, np.float32), pointer(product.out, np.uint16)
     for column in range(0, PANEL, LANES):
@@ -37,7 +39,7 @@ def _write_out(product, panel, first_row, num_rows, scratch):
         if product.bias != 0:
             bias = load(pointer(product.bias, np.float32), output)
         for row in range(num_rows):
-            total = load(sums, row * PANEL + column) + bias
+            total = load(sums, first_sum + row * PANEL + column) + bias
             target = (first_row + row) * product.num_outputs + output
             if product.out_bytes == 4:
                 store_part(out, target, count, total)
@@ -51,8 +53,23 @@ def num_tasks_of(product, num_workers):
     num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
     num_chunks = 1
     if num_workers > 1:
-        num_chunks = min(num_panels(product), (TASKS_PER_WORKER * num_workers + num_blocks - 1) // num_blocks)
+        tasks_per_worker = TASKS_PER_WORKER_OF_ROW if product.num_rows == 1 else TASKS_PER_WORKER
+        num_chunks = min(num_panels(product), (tasks_per_worker * num_workers + num_blocks - 1) // num_blocks)
     return num_blocks * num_chunks, num_chunks
+
+
+@routine()
+def _multiply_row_with(product, first, end, scratch):
+    """Write out the products of the only row with panels first to end, those of the two halves side by side.
+
+    Of an odd number the last one is done twice, the second time from the caches.
+    """
+    half = (end - first + 1) // 2
+    for panel in range(first, first + half):
+        other = min(panel + half, end - 1)
+        multiply_row(product, (panel, other), scratch)
+        _write_out(product, panel, 0, 1, 0, scratch)
+        _write_out(product, other, 0, 1, PANEL, scratch)
 
 
 @routine()
@@ -71,9 +88,13 @@ def work(product, num_tasks, num_chunks, next_task):
         if first_row != loaded_row:
             load_rows(product, first_row, num_rows, scratch)
             loaded_row = first_row
-        for panel in range(all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks):
+        first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
+        if product.num_rows == 1:
+            _multiply_row_with(product, first, end, scratch)
+            continue
+        for panel in range(first, end):
             multiply(product, panel, num_rows, scratch)
-            _write_out(product, panel, first_row, num_rows, scratch)
+            _write_out(product, panel, first_row, num_rows, 0, scratch)
 
 
 @routine(parallel=True)

@@ -64,8 +64,8 @@ FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, where they were wr
 FEW = 8  # rows of floats, for which operands are not worth writing down
 PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pairs
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
+AHEAD_OF_ROW = 8 * PANEL  # of a single row, where two parts of memory are read at once
 
-_add_bytes, _total_of_bytes, _add_words = products_i8.add, products_i8.total, products_i16.add
 _add_pairs = products_bfloat16
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LEAST = np.float32(1e-30)  # less is taken for zero: what brings it to whole numbers would be infinite
@@ -317,8 +317,8 @@ def _load_operands(product, panel, first, end, scratch):
 
 
 @routine(forceinline=True)
-def _add_chunk(sums, group, chunk, row, column, scratch):
-    """Add one chunk's sums of some rows, which begin with `row`, to scratch.sums_MN."""
+def _add_chunk(sums, group, chunk, row, target, scratch):
+    """Add one chunk's sums of some rows, which begin with `row`, to scratch.sums_MN from `target` on."""
     add_scaled(
         sums,
         *(
@@ -328,64 +328,89 @@ def _add_chunk(sums, group, chunk, row, column, scratch):
             scratch.num_chunks,
         ),
         *(group.scales, group.offsets),
-        *(_floats(scratch.sums_MN), row * PANEL + column, PANEL),
+        *(_floats(scratch.sums_MN), target, PANEL),
     )
 
 
-def _group_of(num_rows):
-    """Return a routine that multiplies so many rows: sums for each of them are what registers are for."""
+def _group_of(bits, num_rows, ahead):
+    """Return a routine that multiplies codes with so many rows: sums for each of them are what registers are for."""
+    products = {4: products_i8, 8: products_i16}[bits]
+    add, total, inputs_of_word = products.add, products.total, 32 // bits
 
     @routine(forceinline=True)
-    def multiply_group(product, group, first_at, first, end, row, column, scratch):
-        """Add the products of rows, which begin with `row`, with inputs first to end, of one group and tile."""
-        words, at, x_at = pointer(product.codes, np.float32), first_at + column, _x_at(product, row, first, scratch)
-        x, stride, chunk = _floats(scratch.x), scratch.row_words, first >> scratch.chunk_shift
+    def multiply_group(product, group, at, first, end, row, target, scratch):
+        """Add products with inputs first to end, of one group and tile, whose codes begin at `at`.
+
+        Those of rows from `row` on are added to scratch.sums_MN from `target` on.
+        """
+        words, x, x_at = pointer(product.codes, np.float32), _floats(scratch.x), _x_at(product, row, first, scratch)
+        stride, chunk = scratch.row_words, first >> scratch.chunk_shift
         for _ in range(first, end, scratch.chunk):
             sums = zeros(num_rows)
-            if product.bits == 4:
-                for _ in range(0, scratch.chunk, 8):
-                    codes = load(words, at)
-                    prefetch(words, at + AHEAD)
-                    sums = _add_bytes(sums, x, x_at, stride, _first_operand(codes, 4))
-                    sums = _add_bytes(sums, x, x_at + 1, stride, _second_operand(codes, 4))
-                    x_at, at = x_at + 2, at + PANEL
-                sums = _total_of_bytes(sums)
-            else:
-                for _ in range(0, scratch.chunk, 4):
-                    codes = load(words, at)
-                    prefetch(words, at + AHEAD)
-                    sums = _add_words(sums, x, x_at, stride, _first_operand(codes, 8))
-                    sums = _add_words(sums, x, x_at + 1, stride, _second_operand(codes, 8))
-                    x_at, at = x_at + 2, at + PANEL
-            _add_chunk(sums, group, chunk, row, column, scratch)
+            for _ in range(0, scratch.chunk, inputs_of_word):
+                codes = load(words, at)
+                prefetch(words, at + ahead)
+                sums = add(sums, x, x_at, stride, _first_operand(codes, bits))
+                sums = add(sums, x, x_at + 1, stride, _second_operand(codes, bits))
+                x_at, at = x_at + 2, at + PANEL
+            _add_chunk(total(sums), group, chunk, row, target, scratch)
             chunk += 1
 
     return multiply_group
 
 
-_multiply_group_of_row, _multiply_group = _group_of(1), _group_of(ROWS)
+_multiply_group_4, _multiply_group_8 = _group_of(4, ROWS, AHEAD), _group_of(8, ROWS, AHEAD)
+_multiply_row_4, _multiply_row_8 = _group_of(4, 1, AHEAD_OF_ROW), _group_of(8, 1, AHEAD_OF_ROW)
+
+
+@routine(forceinline=True)
+def _end_of_run(product, group, first):
+    """Return where inputs end that are of one group and one tile: a row's lie side by side within a tile only."""
+    return min(first // TILE * TILE + TILE, (group + 1) * product.group_size)
 
 
 @routine()
 def _multiply_rounded(product, panel, num_rows, scratch):
     """Add the products of a block's rows with a panel to their sums."""
-    at = first_word(product, panel, 0)
-    for index in range(scratch.num_groups):
-        first, end = index * product.group_size, (index + 1) * product.group_size
-        while first < end:  # a row's inputs lie side by side within a tile only
-            tile_end = min(first // TILE * TILE + TILE, end)
-            for column in range(0, PANEL, LANES):
-                group = load_group(product, panel, scratch.num_groups, index, column)
-                if num_rows == 1:
-                    _multiply_group_of_row(product, group, at, first, tile_end, 0, column, scratch)
+    first = 0
+    while first < product.num_inputs:
+        index = first // product.group_size
+        at, end = first_word(product, panel, first), _end_of_run(product, index, first)
+        for column in range(0, PANEL, LANES):
+            group = load_group(product, panel, scratch.num_groups, index, column)
+            for row in range(0, num_rows, ROWS):
+                target = row * PANEL + column
+                if product.bits == 4:
+                    _multiply_group_4(product, group, at + column, first, end, row, target, scratch)
                 else:
-                    for row in range(0, num_rows, ROWS):
-                        _multiply_group(product, group, at, first, tile_end, row, column, scratch)
-            at += (tile_end - first) * product.bits // 32 * PANEL
-            first = tile_end
+                    _multiply_group_8(product, group, at + column, first, end, row, target, scratch)
+        first = end
+
+
+@routine()
+def _multiply_rounded_row(product, panels, scratch):
+    """Add the products of the only row with some panels to the sums of as many rows."""
+    first = 0
+    while first < product.num_inputs:
+        index = first // product.group_size
+        end = _end_of_run(product, index, first)
+        for number, panel in enumerate(panels):
+            at = first_word(product, panel, first)
+            for column in range(0, PANEL, LANES):
+                group, target = load_group(product, panel, scratch.num_groups, index, column), number * PANEL + column
+                if product.bits == 4:
+                    _multiply_row_4(product, group, at + column, first, end, 0, target, scratch)
+                else:
+                    _multiply_row_8(product, group, at + column, first, end, 0, target, scratch)
+        first = end
 
 
 # Products of floats.
+
+
+@routine(forceinline=True)
+def _add_to_sums(total, target, scratch):
+    store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + total)
 
 
 @routine()
@@ -397,8 +422,7 @@ def _multiply_float_group(scratch, x_at, num_words, row):
             operand = load(_floats(scratch.operands), word * PANEL + column)
             sums = add_products(sums, _floats(scratch.x), x_at + word, TILE, operand)
         for r in range(FLOAT_ROWS):
-            target = (row + r) * PANEL + column
-            store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+            _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
 
 
 @routine()
@@ -411,9 +435,8 @@ def _multiply_pair(scratch, x_at, num_words, row):
         sums_0 = add_products(sums_0, _floats(scratch.x), x_at + word, TILE, operand_0)
         sums_1 = add_products(sums_1, _floats(scratch.x), x_at + word, TILE, operand_1)
     for r in range(2):
-        target = (row + r) * PANEL
-        store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums_0[r])
-        store(_floats(scratch.sums_MN), target + LANES, load(_floats(scratch.sums_MN), target + LANES) + sums_1[r])
+        _add_to_sums(sums_0[r], (row + r) * PANEL, scratch)
+        _add_to_sums(sums_1[r], (row + r) * PANEL + LANES, scratch)
 
 
 @routine(forceinline=True)
@@ -437,25 +460,33 @@ def _multiply_floats(product, first, end, num_rows, next_at, scratch):
         _multiply_pair(scratch, _x_at(product, row, first, scratch), num_words, row)
 
 
+@routine(forceinline=True)
+def _add_word(sums, words, at, x_low, x_high):
+    """Return the sums of 16 outputs, with the products of two inputs added."""
+    codes = load(words, at)
+    prefetch(words, at + AHEAD_OF_ROW)
+    return fma(x_high, _second_operand(codes, 16), fma(x_low, _first_operand(codes, 16), sums))
+
+
 @routine()
-def _multiply_float_row(product, panel, scratch):
-    """The same for the only row and all inputs, without writing operands down."""
-    words = pointer(product.codes, np.float32)
+def _multiply_float_row(product, panels, scratch):
+    """Add the products of the only row with two panels to the sums of two rows, without writing operands down."""
+    words, x = pointer(product.codes, np.float32), _floats(scratch.x)
     for first in range(0, product.num_inputs, TILE):
-        at, x_at = first_word(product, panel, first), _x_at(product, 0, first, scratch)
-        sums_0 = sums_1 = splat(_ZERO)
+        x_at = _x_at(product, 0, first, scratch)
+        at, other_at = first_word(product, panels[0], first), first_word(product, panels[1], first)
+        sums_0 = sums_1 = other_sums_0 = other_sums_1 = splat(_ZERO)
         for _ in range(first, min(first + TILE, product.num_inputs), 2):
-            codes_0, codes_1 = load(words, at), load(words, at + LANES)
-            prefetch(words, at + AHEAD)
-            prefetch(words, at + AHEAD + LANES)
-            x_low, x_high = load_splat(_floats(scratch.x), x_at), load_splat(_floats(scratch.x), x_at + 1)
-            sums_0 = fma(x_low, _first_operand(codes_0, 16), sums_0)
-            sums_1 = fma(x_low, _first_operand(codes_1, 16), sums_1)
-            sums_0 = fma(x_high, _second_operand(codes_0, 16), sums_0)
-            sums_1 = fma(x_high, _second_operand(codes_1, 16), sums_1)
-            x_at, at = x_at + 2, at + PANEL
-        store(_floats(scratch.sums_MN), 0, load(_floats(scratch.sums_MN), 0) + sums_0)
-        store(_floats(scratch.sums_MN), LANES, load(_floats(scratch.sums_MN), LANES) + sums_1)
+            x_low, x_high = load_splat(x, x_at), load_splat(x, x_at + 1)
+            sums_0 = _add_word(sums_0, words, at, x_low, x_high)
+            sums_1 = _add_word(sums_1, words, at + LANES, x_low, x_high)
+            other_sums_0 = _add_word(other_sums_0, words, other_at, x_low, x_high)
+            other_sums_1 = _add_word(other_sums_1, words, other_at + LANES, x_low, x_high)
+            x_at, at, other_at = x_at + 2, at + PANEL, other_at + PANEL
+        _add_to_sums(sums_0, 0, scratch)
+        _add_to_sums(sums_1, LANES, scratch)
+        _add_to_sums(other_sums_0, PANEL, scratch)
+        _add_to_sums(other_sums_1, PANEL + LANES, scratch)
 
 
 @routine()
@@ -474,31 +505,29 @@ def _multiply_few_floats(product, panel, num_rows, scratch):
                     sums = add_products(sums, x, x_at + 1, TILE, _second_operand(codes, 16))
                     x_at, at = x_at + 2, at + PANEL
                 for r in range(ROWS):
-                    target = (row + r) * PANEL + column
-                    store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+                    _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
 
 
-def _tile_of(num_rows):
+def _tile_of(num_rows, ahead):
     """Return a routine that multiplies so many rows in pairs."""
 
     @routine(forceinline=True)
-    def multiply_tile(product, first_at, first, end, row, column, scratch):
-        """Add the products of rows, which begin with `row`, with inputs first to end, of one tile, to their sums."""
+    def multiply_tile(product, at, first, end, row, target, scratch):
+        """Add products of rows from `row` on with inputs first to end, of one tile, whose codes begin at `at`."""
         words, x, sums = pointer(product.codes, np.float32), _floats(scratch.x), zeros(num_rows)
-        at, x_at = first_at + column, _x_at(product, row, first, scratch)
+        x_at = _x_at(product, row, first, scratch)
         for _ in range(first, end, 2):
             codes = load(words, at)
-            prefetch(words, at + AHEAD)
+            prefetch(words, at + ahead)
             sums = _add_pairs(sums, x, x_at, scratch.row_words, codes)
             x_at, at = x_at + 1, at + PANEL
         for r in range(num_rows):
-            target = (row + r) * PANEL + column
-            store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + sums[r])
+            _add_to_sums(sums[r], target + r * PANEL, scratch)
 
     return multiply_tile
 
 
-_multiply_tile_of_row, _multiply_tile = _tile_of(1), _tile_of(ROWS)
+_multiply_tile_of_row, _multiply_tile = _tile_of(1, AHEAD_OF_ROW), _tile_of(ROWS, AHEAD)
 
 
 @routine()
@@ -507,24 +536,50 @@ def _multiply_in_pairs(product, panel, num_rows, scratch):
     for first in range(0, product.num_inputs, TILE):
         at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
         for column in range(0, PANEL, LANES):
-            if num_rows == 1:
-                _multiply_tile_of_row(product, at, first, end, 0, column, scratch)
-            else:
-                for row in range(0, num_rows, ROWS):
-                    _multiply_tile(product, at, first, end, row, column, scratch)
+            for row in range(0, num_rows, ROWS):
+                _multiply_tile(product, at + column, first, end, row, row * PANEL + column, scratch)
+
+
+@routine()
+def _multiply_row_in_pairs(product, panels, scratch):
+    """Add the products of the only row with some panels to the sums of as many rows."""
+    for first in range(0, product.num_inputs, TILE):
+        end = min(first + TILE, product.num_inputs)
+        for number, panel in enumerate(panels):
+            at = first_word(product, panel, first)
+            for column in range(0, PANEL, LANES):
+                _multiply_tile_of_row(product, at + column, first, end, 0, number * PANEL + column, scratch)
+
+
+@routine()
+def _clear_sums(num_rows, scratch):
+    for at in range(0, num_rows * PANEL, LANES):
+        store(_floats(scratch.sums_MN), at, splat(_ZERO))
+
+
+@routine()
+def multiply_row(product, panels, scratch):
+    """Fill the first two rows of scratch.sums_MN with the products of the only row, which is loaded, with two panels.
+
+    Two parts of memory that are read at once come faster than one: a core's prefetcher follows each of them.
+    """
+    _clear_sums(2, scratch)
+    if product.bits < 16:
+        _multiply_rounded_row(product, panels, scratch)
+    elif product.in_pairs:
+        _multiply_row_in_pairs(product, panels, scratch)
+    else:
+        _multiply_float_row(product, panels, scratch)
 
 
 @routine()
 def multiply(product, panel, num_rows, scratch):
-    """Fill scratch.sums_MN with the products of a block of rows, which is loaded, with a panel."""
-    for at in range(0, padded_rows(product, num_rows) * PANEL, LANES):
-        store(_floats(scratch.sums_MN), at, splat(_ZERO))
+    """Fill scratch.sums_MN with the products of a block of several rows, which is loaded, with a panel."""
+    _clear_sums(padded_rows(product, num_rows), scratch)
     if product.bits < 16:
         _multiply_rounded(product, panel, num_rows, scratch)
     elif product.in_pairs:
         _multiply_in_pairs(product, panel, num_rows, scratch)
-    elif num_rows == 1:
-        _multiply_float_row(product, panel, scratch)
     elif num_rows <= FEW:
         _multiply_few_floats(product, panel, num_rows, scratch)
     else:
