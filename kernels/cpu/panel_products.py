@@ -10,6 +10,7 @@ from kernels.cpu.panels import (
     BLOCK,
     PANEL,
     Product,
+    fetch,
     first_word,
     load_group,
     load_rows,
@@ -85,10 +86,12 @@ def work(product, num_tasks, num_chunks, next_task):
             return
         first_row, chunk = task // num_chunks * stride, task % num_chunks
         num_rows = min(stride, product.num_rows - first_row)
+        first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
         if first_row != loaded_row:
+            fetch(product, first)
+            fetch(product, (first + end + 1) // 2)
             load_rows(product, first_row, num_rows, scratch)
             loaded_row = first_row
-        first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
         if product.num_rows == 1:
             _multiply_row_with(product, first, end, scratch)
             continue

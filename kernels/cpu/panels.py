@@ -286,6 +286,14 @@ def first_word(product, panel, k):
     return (panel * words_of_output + k * product.bits // 32) * PANEL
 
 
+@routine()
+def fetch(product, panel):
+    """Ask memory for the beginning of a panel: it comes while something else is done."""
+    words, at = pointer(product.codes, np.float32), first_word(product, panel, 0)
+    for word in range(0, AHEAD_OF_ROW, CACHE_LINE):
+        prefetch(words, at + word)
+
+
 @routine(forceinline=True)
 def _first_operand(words, bits):
     if bits == 16:
