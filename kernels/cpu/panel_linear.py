@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE, contiguous, require_inside
+from kernels.cpu.multiply_add import HAS_BFLOAT16
 from kernels.cpu.panels import PANEL
-from kernels.cpu.simd import HAS_BFLOAT16
 from kernels.groupwise import GroupwiseWeight
 
 ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
