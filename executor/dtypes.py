@@ -5,11 +5,6 @@ import torch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def has_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies bfloat16 directly."""
-    return device.type == "cuda" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def choose_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype to run in, and why, for the log.
 

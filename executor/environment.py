@@ -26,7 +26,7 @@ def devices() -> dict[str, str]:
     # isort: split
     import torch
 
-    from executor.dtypes import has_bfloat16
+    from kernels.cpu.products import bfloat16_form
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     described = [f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, {gpu.major}.{gpu.minor}" for gpu in gpus]
@@ -34,7 +34,7 @@ def devices() -> dict[str, str]:
         "torch computes for": f"CUDA {torch.version.cuda}" if torch.version.cuda else _other_platform(torch),
         "GPUs that torch finds": "; ".join(described) or "none",
         "backends": ", ".join(f"{name} (on {device.type})" for name, device in kernels.available_backends().items()),
-        "bfloat16 on the CPU": "native" if has_bfloat16(torch.device("cpu")) else "computed in float32",
+        "bfloat16 on the CPU": bfloat16_form(),
     }
 
 

@@ -27,10 +27,11 @@ class Pace:
     def max_num_prompt_tokens(self, num_generating_seqs: int, block_size: int) -> int | None:
         """Return how many tokens of prompts a step may have in which about so many sequences generate.
 
-        It is a block at least, whatever that takes. None while nothing is known of what prompts take.
+        It is a block at least, whatever that takes, and enough to learn from: or what a few slow steps taught would
+        never be unlearned. None while nothing is known of what prompts take.
         """
         if not self._token_s:
             return None
         decode_s = self._predictor.decode_s(num_generating_seqs)
         prompts_s = max(self._target_step_s - decode_s, decode_s)
-        return max(block_size, round(prompts_s / median_low(self._token_s)))
+        return max(block_size, LEAST_PROMPT_TOKENS, round(prompts_s / median_low(self._token_s)))

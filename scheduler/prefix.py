@@ -8,7 +8,6 @@ have the same bytes: a cache salt that reads like an adapter's name is still a c
 import hashlib
 import struct
 from collections.abc import Iterable
-from itertools import islice
 
 from protocol.messages import Attachment
 from scheduler.blocks import BlockManager
@@ -32,11 +31,17 @@ class PrefixCache:
         if not self._enabled:
             return []
         num_blocks = sequence.max_num_cached_tokens // self._block_size
-        hashes = self._hashes(sequence, num_blocks)
-        blocks = self._blocks.find(islice(hashes, num_blocks))
-        if len(blocks) < num_blocks and hashes[len(blocks)] in self.computing:
+        blocks = self._find_known(sequence, num_blocks)
+        if len(blocks) < num_blocks and sequence.block_hashes[len(blocks)] in self.computing:
             return None
         return blocks
+
+    def num_known_tokens(self, sequence: Sequence) -> int:
+        """Return how many tokens are in known blocks with which a sequence could start."""
+        if not self._enabled:
+            return 0
+        num_blocks = sequence.max_num_cached_tokens // self._block_size
+        return len(self._find_known(sequence, num_blocks)) * self._block_size
 
     def enter(self, share: Share) -> None:
         """A share of known tokens is planned: others may wait for the blocks that it fills."""
@@ -64,6 +69,10 @@ class PrefixCache:
     def clear(self) -> None:
         """Nothing is in flight any more."""
         self.computing.clear()
+
+    def _find_known(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """Return the known ones of the first `num_blocks`; the sequence gets their hashes and that of the next."""
+        return self._blocks.find(self._hashes(sequence, index + 1)[index] for index in range(num_blocks))
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
         """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known."""

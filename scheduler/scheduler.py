@@ -143,6 +143,7 @@ class Scheduler:
             sequence.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs)
         self.sequences[sequence.seq_id] = sequence
         self.tenants.join(sequence.tenant)
+        sequence.num_missing_tokens = sequence.num_tokens - self.prefixes.num_known_tokens(sequence)
         insort(self.waiting, sequence, key=QUEUE_KEY)
         if sequence.output_token_ids and (reason := finish_reason(sequence)):
             self._finish(sequence, reason)
@@ -167,7 +168,8 @@ class Scheduler:
 
         A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
         generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token;
-        where much waits, a 24th of it, since to keep it waiting would cost more than it spares others.
+        where much waits, a 24th of it, less what was cached when it came, since to keep it waiting would cost more than
+        it spares others.
         """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
@@ -189,7 +191,7 @@ class Scheduler:
         if num_generating == 0:
             return budget
         waiting = islice(self.waiting, self.limits.max_num_seqs - len(self.running))
-        num_prompt_tokens = sum(nums_tokens) - num_generating + sum(sequence.num_tokens for sequence in waiting)
+        num_prompt_tokens = sum(nums_tokens) - num_generating + sum(sequence.num_missing_tokens for sequence in waiting)
         most = max(max_num_prompt_tokens, num_prompt_tokens // LEAST_STEPS_FOR_PROMPTS)
         return max(1, min(most, budget + 1 - len(self.running)))
 
@@ -427,6 +429,7 @@ class Scheduler:
             sequence.in_flight.clear()
             self._set_blocks(sequence, array("i"))
             sequence.is_on_executor = False
+            sequence.num_missing_tokens = sequence.num_tokens
         for sequence in running:
             self._wait_again(sequence)
         if culprit:
@@ -498,6 +501,7 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Put a sequence that holds no block any more back among the waiting, with the tokens that it has."""
         sequence.is_running = False
+        sequence.num_missing_tokens = sequence.num_tokens
         sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.num_registered_blocks = 0
         sequence.needs_init = True
         self._forget_on_executor(sequence)

@@ -19,7 +19,8 @@ import torch
 
 from bench.step.floor import Ceilings
 from bench.step.reading import read_all
-from executor.dtypes import DTYPES, has_bfloat16
+from executor.dtypes import DTYPES
+from kernels.cpu.products import has_bfloat16
 
 NUM_READ_BYTES = 512 << 20
 SQUARES = (1024, 1536, 2048)  # rows and columns of the matrices
@@ -28,7 +29,7 @@ NUM_TRIES = 6
 
 def measure_ceilings(num_bytes: int = NUM_READ_BYTES, squares: Sequence[int] = SQUARES) -> Ceilings:
     """Measure this machine with as many threads as torch has been told to use; it takes a second or two."""
-    names = ["float32", "bfloat16"] if has_bfloat16(torch.device("cpu")) else ["float32"]
+    names = ["float32", "bfloat16"] if has_bfloat16() else ["float32"]
     rates = {name: max(_flops_per_s(square, DTYPES[name]) for square in squares) for name in names}
     return Ceilings(_read_bytes_per_s(num_bytes), rates)
 

@@ -11,6 +11,7 @@ from executor.models import Decoder, LoadedModel
 from executor.models.decoder import Attention
 from executor.models.layers import VocabParallelEmbedding
 from kernels import PackedLinear
+from kernels.cpu.products import has_bfloat16
 
 
 class SizedLinear(PackedLinear, Protocol):
@@ -52,7 +53,7 @@ def packed_of(module: nn.Module) -> Iterator[tuple[str, PackedLinear]]:
 def _product(name: str, packed: SizedLinear, activation_dtype: torch.dtype, vocab_size: int) -> Product:
     num_weights = packed.num_inputs * packed.num_outputs
     is_plain = packed.nbytes >= 2 * num_weights
-    has_instructions = activation_dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    has_instructions = activation_dtype == torch.bfloat16 and has_bfloat16()
     dtype = "bfloat16" if is_plain and has_instructions else "float32"
     return Product(name, num_weights, packed.nbytes, dtype, only_sampled=packed.num_outputs >= vocab_size)
 

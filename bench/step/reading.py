@@ -6,7 +6,9 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import kernel
-from kernels.cpu.simd import LANES, load, splat, sum_of_lanes
+from kernels.cpu.lanes import LANES
+from kernels.cpu.memory import load
+from kernels.cpu.simd import splat, sum_of_lanes
 
 STREAM = 4 * LANES  # elements read at once, for chains of additions that do not wait for one another
 

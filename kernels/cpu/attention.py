@@ -39,21 +39,11 @@ from kernels.cpu.attention_tiles import (
     reads_in_place,
     tile_in_place,
 )
+from kernels.cpu.elementary import exp
 from kernels.cpu.jit import kernel, routine
-from kernels.cpu.simd import (
-    LANES,
-    address_of,
-    exp,
-    fetch_add,
-    fma,
-    lane,
-    load,
-    pointer,
-    splat,
-    store,
-    store_part,
-    sum_of_lanes,
-)
+from kernels.cpu.lanes import LANES
+from kernels.cpu.memory import address_of, fetch_add, load, pointer, store, store_part
+from kernels.cpu.simd import fma, lane, splat, sum_of_lanes
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 

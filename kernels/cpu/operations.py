@@ -24,8 +24,8 @@ from numba.extending import intrinsic
 from kernels.cpu import attention, panel_products, pointwise
 from kernels.cpu.attention_tasks import Step
 from kernels.cpu.jit import IS_KEPT, SharedCache, routine
+from kernels.cpu.memory import pointer
 from kernels.cpu.panels import Product
-from kernels.cpu.simd import pointer
 from kernels.cpu.team import meet
 
 

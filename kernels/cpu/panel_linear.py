@@ -11,11 +11,12 @@ from torch.nn import functional
 
 from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE, contiguous, require_inside
+from kernels.cpu.multiply_add import HAS_BFLOAT16
 from kernels.cpu.panels import PANEL
-from kernels.cpu.simd import HAS_BFLOAT16
 from kernels.groupwise import GroupwiseWeight
 
 ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
+BFLOAT16_FORM = f"multiplied in {'pairs' if HAS_BFLOAT16 else 'float32'}"  # for people
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +35,7 @@ class PanelLinear:
     @property
     def form(self) -> str:
         if self.bits == 16:
-            return f"bfloat16 weights, multiplied in {'pairs' if HAS_BFLOAT16 else 'float32'}"
+            return f"bfloat16 weights, {BFLOAT16_FORM}"
         rounded = ROUNDED_BITS[self.bits]
         return f"{self.bits}-bit weights in groups of {self.group_size}, times inputs of {rounded} bits"
 

@@ -6,6 +6,8 @@ import numpy as np
 from numba import prange
 
 from kernels.cpu.jit import kernel, routine
+from kernels.cpu.lanes import LANES
+from kernels.cpu.memory import fetch_add, load, load_part, load_splat, pointer, store_part
 from kernels.cpu.panels import (
     BLOCK,
     PANEL,
@@ -20,7 +22,7 @@ from kernels.cpu.panels import (
     num_panels,
     rows_of_block,
 )
-from kernels.cpu.simd import LANES, fetch_add, fma, lane, load, load_part, load_splat, pointer, splat, store_part
+from kernels.cpu.simd import fma, lane, splat
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 TASKS_PER_WORKER = 4

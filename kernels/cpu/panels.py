@@ -26,31 +26,34 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.cpu.jit import routine
-from kernels.cpu.simd import (
-    LANES,
-    REGISTER_LANES,
-    add_products,
-    add_scaled,
-    and_i32,
-    copy_sign,
-    fma,
-    largest_lane,
+from kernels.cpu.lanes import LANES, REGISTER_LANES
+from kernels.cpu.memory import (
     load,
     load_half,
     load_part,
     load_splat,
-    maximum,
     pointer,
     prefetch,
-    products_bfloat16,
-    products_i8,
-    products_i16,
-    shift_left_i32,
-    shift_right_i32,
-    splat,
     store,
     store_low_i8,
     store_low_i16,
+)
+from kernels.cpu.multiply_add import (
+    add_products,
+    add_scaled,
+    products_bfloat16,
+    products_i8,
+    products_i16,
+)
+from kernels.cpu.simd import (
+    and_i32,
+    copy_sign,
+    fma,
+    largest_lane,
+    maximum,
+    shift_left_i32,
+    shift_right_i32,
+    splat,
     sum_of_lanes,
     zeros,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu import panel_linear
+from kernels.cpu.multiply_add import HAS_BFLOAT16
 from kernels.cpu.panel_linear import PanelLinear
 from kernels.groupwise import GroupwiseWeight
 
@@ -77,6 +78,18 @@ def _is_for_onednn() -> bool:
         return torch.cpu._is_amx_tile_supported()
     is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return is_supported
+
+
+def has_bfloat16() -> bool:
+    """Return whether the processor has instructions that bfloat16 weights are multiplied by."""
+    return HAS_BFLOAT16 or _is_for_onednn()
+
+
+def bfloat16_form() -> str:
+    """Return how bfloat16 weights are multiplied, for people, with the instructions, if there are any."""
+    if _is_for_onednn():
+        return f"oneDNN ({'AMX' if platform.machine() == 'x86_64' else 'Arm BF16'})"
+    return f"{panel_linear.BFLOAT16_FORM} (AVX-512-BF16)" if HAS_BFLOAT16 else panel_linear.BFLOAT16_FORM
 
 
 def linear(x_MK: Tensor, layer: PlainLinear | PanelLinear, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels import cpu, reference
 from kernels.cpu import panel_linear, panel_products
-from kernels.cpu.simd import HAS_BFLOAT16
+from kernels.cpu.multiply_add import HAS_BFLOAT16
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

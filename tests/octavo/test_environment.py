@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import kernels  # before torch
+
+# isort: split
+import torch
+
+from executor import environment
 from octavo import __version__
 from octavo.cli import main
 
@@ -44,6 +50,14 @@ def test_the_report_names_what_a_bug_depends_on_and_no_secret(
     titles = {line.rstrip(":") for line in shown.splitlines() if line and not line.startswith(" ")}
     assert {"Packages", "System", "CPU and memory", "GPUs", "What computes"} <= titles
     assert [line for line in lines if line.startswith("backends ") and "reference (on " in line]
+
+
+def test_the_report_says_how_bfloat16_weights_are_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the words of the layer that holds them: oneDNN takes bfloat16 also where it only emulates it."""
+    held = kernels.cpu.pack_linear(torch.zeros(32, 32, dtype=torch.bfloat16)).form.removeprefix("bfloat16 weights, ")
+    environment.main()
+    said = json.loads(capsys.readouterr().out)["bfloat16 on the CPU"]
+    assert said.split(" (")[0] == held.removesuffix(" prepacked")
 
 
 def test_without_torch_the_rest_is_found() -> None:

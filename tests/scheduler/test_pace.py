@@ -1,5 +1,7 @@
 """How much of prompts a step may compute while some sequences generate."""
 
+import pytest
+
 from scheduler.pace import Pace
 from scheduler.stats import StepPredictor, StepSize, step_size
 from tests.scheduler.test_stats import share
@@ -29,8 +31,8 @@ class Machine:
         self.predictor.observe_step(size, busy_s)
         self.pace.observe_step(size, busy_s)
 
-    def limit(self, num_seqs: int) -> int | None:
-        return self.pace.max_num_prompt_tokens(num_seqs, BLOCK_SIZE)
+    def limit(self, num_seqs: int, block_size: int = BLOCK_SIZE) -> int | None:
+        return self.pace.max_num_prompt_tokens(num_seqs, block_size)
 
 
 def test_no_limit_while_nothing_is_known_of_prompts() -> None:
@@ -101,6 +103,18 @@ def test_what_prompts_take_is_learned_again() -> None:
     for _ in range(5):
         machine.do(mixed(8, 100), slow=1.5)  # (177 - 18) ms for 100
     assert machine.limit(8) == 20
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_steps_that_took_long_are_got_over_however_small_a_block_is(block_size: int) -> None:
+    machine = Machine()
+    machine.do(decoding(8))
+    for _ in range(9):
+        machine.do(mixed(8, 100), slow=50)
+    assert machine.limit(8, block_size) == max(8, block_size)
+    for _ in range(5):
+        machine.do(mixed(8, machine.limit(8, block_size)))
+    assert machine.limit(8, block_size) == 32
 
 
 def test_a_step_that_took_less_than_one_without_prompts_says_nothing() -> None:

@@ -99,6 +99,21 @@ def test_of_prompts_that_many_wait_for_larger_pieces_are_computed() -> None:
     driver.assert_complete()
 
 
+def test_what_is_cached_of_prompts_that_wait_makes_no_pieces_larger() -> None:
+    """Four prompts have 264 tokens, a 24th of which is 11; but 240 of them are known, and a 24th of the rest is 1."""
+    driver = SchedulerDriver(200, max_num_seqs=5, max_num_batched_tokens=256, max_num_prompt_tokens=2)
+    driver.start(0, range(60), max_tokens=1)
+    driver.run()
+    driver.start(1, [1, 2, 3], max_tokens=40)
+    driver.step()
+    for seq_id in range(2, 6):
+        driver.start(seq_id, [*range(60), *range(60 + 6 * seq_id, 66 + 6 * seq_id)], max_tokens=1)
+    driver.step()
+    assert nums_tokens(driver.steps[-1]) == {1: 1, 2: 2}
+    driver.run()
+    driver.assert_complete()
+
+
 def test_a_prompt_of_a_better_priority_leaves_those_that_generate_their_token() -> None:
     driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=8, max_num_prompt_tokens=100)
     for seq_id in range(3):

@@ -104,9 +104,9 @@ def test_steps_in_flight(house, async_scheduling):
 
 
 def test_a_long_prompt_is_cut_small_while_another_generates(house, async_scheduling):
-    """By the executor's word a token takes 10 ms: beside one that generates, 4 of them fill a step of 50 ms."""
+    """By the executor's word a token takes 5 ms: beside one that generates, 9 of them fill a step of 50 ms."""
     settings = {"async_scheduling": async_scheduling}
-    with house(settings=settings, num_blocks=200, reported_token_s=0.01) as (_, executor, gateway):
+    with house(settings=settings, num_blocks=200, reported_token_s=0.005) as (_, executor, gateway):
         gateway.wait_ready()
         alone = gateway.start("alone", range(40), endless(1, 1))
         gateway.wait_all()
@@ -116,7 +116,7 @@ def test_a_long_prompt_is_cut_small_while_another_generates(house, async_schedul
         beside = gateway.start("beside", range(50, 90), endless(3, 1))
         gateway.wait_all()
         steps = [list(step.num_tokens.values()) for step in executor.steps]
-        assert [step for step in steps[2:] if step != [1]] == [[1, 4]] * 10
+        assert [step for step in steps[2:] if step != [1]] == [[1, 9]] * 4 + [[1, 4]]
         for stream in (alone, generating, beside):
             assert_as_expected(stream)
 
