@@ -12,20 +12,23 @@ that a row does not see take no part, whatever their memory holds.
 Online softmax: Milakov and Gimelshein, 2018; partitions: FlashDecoding, Dao et al., 2023.
 
 S sequences, M blocks a sequence, P tokens a block, H query heads, K key/value heads, D and V head sizes of keys and
-values, C keys of a tile, R rows: the queries of one tile times the query heads of one key/value head, padded to 4.
+values, C keys of a tile, R rows: for each key/value head of a task the queries of a tile times the query heads that
+share it, padded to MANY.
 """
 
 import numpy as np
 from numba import prange
 
 from kernels.cpu.attention_tasks import (
-    MANY,
     PARTITION,
+    TASK_SIZE,
+    TOGETHER,
     Step,
+    choose_form,
     first_malformed,
     padded_rows,
     plan,
-    round_up,
+    rows_of_head,
     state_stride,
     task_of,
     total_work,
@@ -92,49 +95,56 @@ def _add_sink(step, head, total, start, stride):
 def _write_out(step, task, like, total):
     out = pointer(step.out, like)
     group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
-    for row in range(task.num_queries * group):
-        token, head = task.first_token + row // group, task.kv_head * group + row % group
-        target = (token * step.num_heads + head) * step.value_size
-        start = row * stride
-        if step.sinks != 0:
-            _add_sink(step, head, total, start, stride)
-        weight = splat(sum_of_lanes(load(total, start + LANES)))
-        for v in range(0, step.value_size, LANES):
-            lanes = load(total, start + 2 * LANES + v) / weight
-            store_part(out, target + v, step.value_size - v, lanes)
+    num_rows = rows_of_head(step, task.num_queries)
+    for kv_head in range(task.first_kv_head, task.end_kv_head):
+        for row in range(task.num_queries * group):
+            token, head = task.first_token + row // group, kv_head * group + row % group
+            target = (token * step.num_heads + head) * step.value_size
+            start = ((kv_head - task.first_kv_head) * num_rows + row) * stride
+            if step.sinks != 0:
+                _add_sink(step, head, total, start, stride)
+            weight = splat(sum_of_lanes(load(total, start + LANES)))
+            for v in range(0, step.value_size, LANES):
+                lanes = load(total, start + 2 * LANES + v) / weight
+                store_part(out, target + v, step.value_size - v, lanes)
 
 
 @routine(forceinline=True)
-def _attend_partition(step, task, like, start, end, num_rows, scratch):
+def _attend_partition(step, task, like, start, end, scratch):
     """Add the keys of positions start to end to the states of all rows."""
     in_place, last_position = reads_in_place(step), task.first_position + task.num_queries - 1
-    tile = tile_in_place(step, task, like, scratch, start, end - start)
+    num_rows = task.num_queries * (step.num_heads // step.num_kv_heads)
+    tile = tile_in_place(step, task, task.first_kv_head, like, scratch, start, end - start)
     for first in range(start, end, TILE):
-        next_tile = tile
-        if not in_place:
-            tile = copied_tile(step, task, like, scratch, first, min(TILE, end - first))
-        elif first + TILE <= last_position:
-            next_tile = tile_in_place(step, task, like, scratch, first + TILE, last_position - first - TILE + 1)
-        attend_tile(step, tile, next_tile, like, first, end - first, num_rows, scratch)
-        tile = next_tile
+        for kv_head in range(task.first_kv_head, task.end_kv_head):
+            next_tile = tile
+            if not in_place:
+                tile = copied_tile(step, task, kv_head, like, scratch, first, min(TILE, end - first))
+            elif kv_head + 1 < task.end_kv_head:
+                next_tile = tile_in_place(step, task, kv_head + 1, like, scratch, first, last_position - first + 1)
+            elif first + TILE <= last_position:
+                num_left = last_position - first - TILE + 1
+                next_tile = tile_in_place(step, task, task.first_kv_head, like, scratch, first + TILE, num_left)
+            first_row = (kv_head - task.first_kv_head) * rows_of_head(step, task.num_queries)
+            attend_tile(step, tile, next_tile, like, first, end - first, first_row, num_rows, scratch)
+            tile = next_tile
 
 
 @routine()
 def _attend(step, task, index, like, scratch, partials):
     """Compute one task: its output, or the state of its one partition into place `index` of `partials`."""
-    group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
-    num_rows = task.num_queries * group
-    padded = round_up(num_rows, MANY)
+    stride = state_stride(step)
+    num_rows = (task.end_kv_head - task.first_kv_head) * rows_of_head(step, task.num_queries)
     state, total = pointer(scratch.state, np.float32), pointer(scratch.total, np.float32)
     last_position = task.first_position + task.num_queries - 1
     first_visible = max(0, task.first_position - step.window + 1)
     load_queries(step, task, like, scratch)
-    _clear(total, padded, stride)
+    _clear(total, num_rows, stride)
     for partition in range(task.first_partition, task.end_partition):
-        _clear(state, padded, stride)
+        _clear(state, num_rows, stride)
         start = max(partition * PARTITION, first_visible // TILE * TILE)
         end = min((partition + 1) * PARTITION, last_position + 1)
-        _attend_partition(step, task, like, start, end, num_rows, scratch)
+        _attend_partition(step, task, like, start, end, scratch)
         if task.part < 0:
             _merge(total, state, num_rows, stride)
     if task.part < 0:
@@ -166,17 +176,17 @@ def _work_in_parallel(step, like, tasks, next_task, partials, num_workers):
 @routine()
 def merge_partials(step, like, tasks, partials):
     """Write the output of every query whose partitions were computed apart."""
-    group, stride = step.num_heads // step.num_kv_heads, state_stride(step)
+    stride = state_stride(step)
     size = padded_rows(step) * stride
     memory = np.empty(size, np.float32)
     total = pointer(memory.ctypes.data, np.float32)
     for index in range(len(tasks)):
         task = task_of(tasks[index])
-        num_rows = task.num_queries * group
+        num_rows = (task.end_kv_head - task.first_kv_head) * rows_of_head(step, task.num_queries)
         if task.part == 0:
             _clear(total, num_rows, stride)
         _merge(total, pointer(address_of(partials, index * size), np.float32), num_rows, stride)
-        if index + 1 == len(tasks) or tasks[index + 1, 7] == 0:
+        if index + 1 == len(tasks) or task_of(tasks[index + 1]).part == 0:
             _write_out(step, task, pointer(step.q, like), total)
     memory[0] = _ZERO  # it is in use until here
 
@@ -192,19 +202,15 @@ def paged_attention(like, addresses, sizes, scale, soft_cap, num_threads):
     if malformed >= 0:
         return malformed
     num_workers = num_threads if total_work(step) >= LEAST_PARALLEL_WORK else 1
-    nothing = np.empty((0, 8), np.int64)
-    num_tasks = plan(step, nothing, False)
-    split = num_workers > 1 and num_tasks < 4 * num_workers
-    if split:
-        num_tasks = plan(step, nothing, True)
-    tasks = np.empty((num_tasks, 8), np.int64)
-    plan(step, tasks, split)
-    partials = np.empty(num_tasks * padded_rows(step) * state_stride(step) if split else 0, np.float32)
+    form, num_tasks = choose_form(step, num_workers)
+    tasks = np.empty((num_tasks, TASK_SIZE), np.int64)
+    plan(step, tasks, form)
+    partials = np.empty(num_tasks * padded_rows(step) * state_stride(step) if form != TOGETHER else 0, np.float32)
     next_task = np.zeros(1, np.int64)
     if num_workers > 1:
         _work_in_parallel(step, like, tasks, next_task, partials, num_workers)
     else:
         work(step, like, tasks, next_task, partials)
-    if split:
+    if form != TOGETHER:
         merge_partials(step, like, tasks, partials)
     return -1

@@ -17,6 +17,11 @@ from kernels.cpu.memory import pointer
 MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: what the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
 TARGET_ROWS = 36
+TASKS_PER_WORKER = 4
+
+# What a task is of a tile of queries. Key/value heads whose blocks lie side by side are read together where they can be:
+# memory is then read from start to end, which its prefetchers follow.
+TOGETHER, IN_PARTITIONS, APART = 0, 1, 2  # some heads; some heads and one partition; one head and one partition
 
 
 class Step(NamedTuple):
@@ -47,16 +52,20 @@ class Step(NamedTuple):
 
 
 class Task(NamedTuple):
-    """The queries of one tile that one thread computes, over some partitions of the context."""
+    """The queries of one tile that one thread computes, of some heads, over some partitions of the context."""
 
     seq: int
-    kv_head: int
+    first_kv_head: int
+    end_kv_head: int
     first_token: int  # in the packed batch
     num_queries: int
     first_position: int
     first_partition: int
     end_partition: int
     part: int  # this task is the part-th of the queries' partitions; -1: all of them
+
+
+TASK_SIZE = len(Task._fields)
 
 
 @routine()
@@ -72,6 +81,12 @@ def queries_of_tile(step):
 @routine()
 def padded_rows(step):
     return round_up(queries_of_tile(step) * (step.num_heads // step.num_kv_heads), MANY)
+
+
+@routine()
+def rows_of_head(step, num_queries):
+    """Return how many rows so many queries of one key/value head take."""
+    return round_up(num_queries * (step.num_heads // step.num_kv_heads), MANY)
 
 
 @routine()
@@ -98,7 +113,20 @@ def first_malformed(step):
 
 
 @routine()
-def plan(step, tasks, split):
+def choose_form(step, num_workers):
+    """Return the form of the tasks, and their number: the first that gives enough for all workers, or the most."""
+    nothing = np.empty((0, TASK_SIZE), np.int64)
+    chosen, most = TOGETHER, plan(step, nothing, TOGETHER)
+    for form in (IN_PARTITIONS, APART):
+        if num_workers > 1 and most < TASKS_PER_WORKER * num_workers:
+            num_tasks = plan(step, nothing, form)
+            if num_tasks > most:
+                chosen, most = form, num_tasks
+    return chosen, most
+
+
+@routine()
+def plan(step, tasks, form):
     """Write the step's tasks into the rows of `tasks`; return their number. An empty `tasks` only counts.
 
     Within a sequence the tiles with the longest context come first, so that threads end together.
@@ -109,29 +137,34 @@ def plan(step, tasks, split):
     for seq in range(step.num_seqs):
         num_queries = np.int64(starts[seq + 1] - starts[seq])
         num_computed = seq_lens[seq] - num_queries
-        for kv_head in range(step.num_kv_heads):
+        num_parts_of_heads = step.num_kv_heads
+        if form != APART:
+            heads_at_once = max(1, padded_rows(step) // rows_of_head(step, max(1, min(num_queries, tile_queries))))
+            num_parts_of_heads = (step.num_kv_heads + heads_at_once - 1) // heads_at_once
+        for part_of_heads in range(num_parts_of_heads):
             for first in range((num_queries - 1) // tile_queries * tile_queries, -1, -tile_queries):
                 count = min(tile_queries, num_queries - first)
                 first_partition = max(0, num_computed + first - step.window + 1) // PARTITION
                 end_partition = (num_computed + first + count - 1) // PARTITION + 1
-                num_parts = end_partition - first_partition if split else 1
+                num_parts = end_partition - first_partition if form != TOGETHER else 1
                 for part in range(num_parts):
                     if len(tasks) > 0:
                         tasks[num_tasks, 0] = seq
-                        tasks[num_tasks, 1] = kv_head
-                        tasks[num_tasks, 2] = starts[seq] + first
-                        tasks[num_tasks, 3] = count
-                        tasks[num_tasks, 4] = num_computed + first
-                        tasks[num_tasks, 5] = first_partition + part
-                        tasks[num_tasks, 6] = first_partition + part + 1 if split else end_partition
-                        tasks[num_tasks, 7] = part if split else -1
+                        tasks[num_tasks, 1] = step.num_kv_heads * part_of_heads // num_parts_of_heads
+                        tasks[num_tasks, 2] = step.num_kv_heads * (part_of_heads + 1) // num_parts_of_heads
+                        tasks[num_tasks, 3] = starts[seq] + first
+                        tasks[num_tasks, 4] = count
+                        tasks[num_tasks, 5] = num_computed + first
+                        tasks[num_tasks, 6] = first_partition + part
+                        tasks[num_tasks, 7] = first_partition + part + 1 if form != TOGETHER else end_partition
+                        tasks[num_tasks, 8] = part if form != TOGETHER else -1
                     num_tasks += 1
     return num_tasks
 
 
 @routine()
 def task_of(row):
-    return Task(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7])
+    return Task(row[0], row[1], row[2], row[3], row[4], row[5], row[6], row[7], row[8])
 
 
 @routine()

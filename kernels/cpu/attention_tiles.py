@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu.attention_tasks import MANY, padded_rows, round_up, state_stride
+from kernels.cpu.attention_tasks import MANY, padded_rows, round_up, rows_of_head, state_stride
 from kernels.cpu.elementary import exp, tanh
 from kernels.cpu.jit import routine
 from kernels.cpu.lanes import LANES
@@ -93,9 +93,9 @@ def _floats(address):
 
 @routine()
 def load_queries(step, task, like, scratch):
-    """Fill scratch with the task's queries times `scale`, a row for each query and head of the group, and their places.
+    """Fill scratch with the task's queries times `scale`, a row for each query and head of a group, and their places.
 
-    Rows that only fill up the last MANY are zeros.
+    Groups lie one after another; rows that only fill up the last MANY of each are zeros.
     """
     q, group = pointer(step.q, like), step.num_heads // step.num_kv_heads
     q_DR, positions_R, slopes_R = (
@@ -103,22 +103,24 @@ def load_queries(step, task, like, scratch):
         pointer(scratch.positions_R, np.int64),
         _floats(scratch.slopes_R),
     )
-    scale, num_rows = np.float32(step.scale), task.num_queries * group
-    row = 0
-    for query in range(task.num_queries):
-        for head in range(task.kv_head * group, (task.kv_head + 1) * group):
-            source = (task.first_token + query) * step.q_stride + head * step.head_size
-            target = row // MANY * MANY * step.head_size + row % MANY
+    scale, row = np.float32(step.scale), 0
+    for kv_head in range(task.first_kv_head, task.end_kv_head):
+        end_row = row + rows_of_head(step, task.num_queries)
+        for query in range(task.num_queries):
+            for head in range(kv_head * group, (kv_head + 1) * group):
+                source = (task.first_token + query) * step.q_stride + head * step.head_size
+                target = row // MANY * MANY * step.head_size + row % MANY
+                for d in range(step.head_size):
+                    q_DR[target + d * MANY] = lane(load_splat(q, source + d), 0) * scale
+                positions_R[row] = task.first_position + query
+                slopes_R[row] = pointer(step.alibi_slopes, np.float32)[head] if step.alibi_slopes != 0 else _ZERO
+                row += 1
+        for padding in range(row, end_row):
+            target = padding // MANY * MANY * step.head_size + padding % MANY
             for d in range(step.head_size):
-                q_DR[target + d * MANY] = lane(load_splat(q, source + d), 0) * scale
-            positions_R[row] = task.first_position + query
-            slopes_R[row] = pointer(step.alibi_slopes, np.float32)[head] if step.alibi_slopes != 0 else _ZERO
-            row += 1
-    for padding in range(num_rows, round_up(num_rows, MANY)):
-        target = padding // MANY * MANY * step.head_size + padding % MANY
-        for d in range(step.head_size):
-            q_DR[target + d * MANY] = _ZERO
-        positions_R[padding] = positions_R[num_rows - 1]
+                q_DR[target + d * MANY] = _ZERO
+            positions_R[padding] = positions_R[row - 1]
+        row = end_row
 
 
 # Where keys and values lie.
@@ -131,41 +133,41 @@ def reads_in_place(step):
 
 
 @routine(forceinline=True)
-def _locate(step, task, scratch, position):
+def _locate(step, task, kv_head, scratch, position):
     """Return the index of the first key component of a position's block and head, divided by the head's size, and
     where in the block the position is."""
     # A division takes as long as the products of a key.
     entry = position >> scratch.block_shift if scratch.block_shift >= 0 else position // step.block_size
     block = np.int64(pointer(step.block_tables, np.int32)[task.seq * step.max_blocks + entry])
-    return (block * step.num_kv_heads + task.kv_head) * step.block_size, position - entry * step.block_size
+    return (block * step.num_kv_heads + kv_head) * step.block_size, position - entry * step.block_size
 
 
 @routine(forceinline=True)
-def _half_in_place(step, task, like, scratch, position):
+def _half_in_place(step, task, kv_head, like, scratch, position):
     """Return the addresses of the key and the value at a position."""
-    head, offset = _locate(step, task, scratch, position)
+    head, offset = _locate(step, task, kv_head, scratch, position)
     k, v = pointer(step.k_cache, like), pointer(step.v_cache, like)
     return address_of(k, head * step.head_size + offset), address_of(v, (head + offset) * step.value_size)
 
 
 @routine(forceinline=True)
-def tile_in_place(step, task, like, scratch, start, count):
+def tile_in_place(step, task, kv_head, like, scratch, start, count):
     """Return where `count` positions from `start` on lie in the cache; the second half is anywhere if there is none."""
-    k_low, v_low = _half_in_place(step, task, like, scratch, start)
+    k_low, v_low = _half_in_place(step, task, kv_head, like, scratch, start)
     k_high, v_high = k_low, v_low
     if count > LANES:
-        k_high, v_high = _half_in_place(step, task, like, scratch, start + LANES)
+        k_high, v_high = _half_in_place(step, task, kv_head, like, scratch, start + LANES)
     return Tile(k_low, k_high, step.block_size, v_low, v_high, step.value_size)
 
 
 @routine()
-def copied_tile(step, task, like, scratch, start, count):
+def copied_tile(step, task, kv_head, like, scratch, start, count):
     """Copy keys and values of `count` positions from `start` on; return where they lie then."""
     k_cache, v_cache = pointer(step.k_cache, like), pointer(step.v_cache, like)
     k_DC, v_CV = pointer(scratch.k_DC, like), pointer(scratch.v_CV, like)
     width = round_up(step.value_size, LANES)
     for column in range(count):
-        head, offset = _locate(step, task, scratch, start + column)
+        head, offset = _locate(step, task, kv_head, scratch, start + column)
         for d in range(step.head_size):
             k_DC[d * TILE + column] = k_cache[head * step.head_size + d * step.block_size + offset]
         for v in range(step.value_size):
@@ -217,15 +219,22 @@ def _weigh_many(weights, first, end, v_low, v_high, stride, out, out_stride):
 
 
 @routine()
-def _weigh_few(weights, num_keys, v, stride, out, out_stride, next_v):
-    """Add the values of some keys times their weights to 32 columns of FEW rows; bring the next ones near."""
-    at, v_at = 0, 0
+def _weigh_few(weights, first, end, v_low, v_high, stride, out, out_stride, next_low, next_high):
+    """Add the values of keys first to end times their weights to 32 columns of FEW rows; bring the next ones near."""
+    at, v_at, next_at = first, first * stride, 0
     sums = load_rows(FEW, _floats(out), 0, out_stride) + load_rows(FEW, _floats(out), LANES, out_stride)
-    for _ in range(num_keys):
-        sums = add_products_of_two(sums, _floats(weights), at, TILE, v, v_at, v, v_at + LANES)
-        prefetch(next_v, v_at)
-        prefetch(next_v, v_at + LANES)
-        at, v_at = at + 1, v_at + stride
+    for _ in range(first, min(end, LANES)):
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_low, v_at, v_low, v_at + LANES)
+        prefetch(next_low, next_at)
+        prefetch(next_low, next_at + LANES)
+        at, v_at, next_at = at + 1, v_at + stride, next_at + 2 * LANES
+    v_at -= LANES * stride
+    next_at = 0
+    for _ in range(max(first, LANES), end):
+        sums = add_products_of_two(sums, _floats(weights), at, TILE, v_high, v_at, v_high, v_at + LANES)
+        prefetch(next_high, next_at)
+        prefetch(next_high, next_at + LANES)
+        at, v_at, next_at = at + 1, v_at + stride, next_at + 2 * LANES
     store_rows(_floats(out), 0, out_stride, sums[:FEW])
     store_rows(_floats(out), LANES, out_stride, sums[FEW:])
 
@@ -312,20 +321,13 @@ def _element(address, like, index):
 def _weigh(step, tile, next_tile, like, weights, num_rows, first, end, out):
     """Add the values of keys first to end times their weights to the outputs of up to MANY rows."""
     width, out_stride, stride, column = round_up(step.value_size, LANES), state_stride(step), tile.v_stride, 0
-    if num_rows <= FEW:
-        low_start, low_keys = first * stride, min(end, LANES) - first
-        high_first = max(first, LANES)
-        high_start, high_keys = (high_first - LANES) * stride, end - high_first
-        while column + LANES < width:
-            target = out + 4 * column
-            if low_keys > 0:
-                v, next_v = _element(tile.v_low, like, low_start), _element(next_tile.v_low, like, low_start)
-                _weigh_few(weights + 4 * first, low_keys, v, stride, target, out_stride, next_v)
-            if high_keys > 0:
-                v, next_v = _element(tile.v_high, like, high_start), _element(next_tile.v_high, like, high_start)
-                _weigh_few(weights + 4 * high_first, high_keys, v, stride, target, out_stride, next_v)
-            column += 2 * LANES
-            low_start, high_start = low_start + 2 * LANES, high_start + 2 * LANES
+    while num_rows <= FEW and column + LANES < width:
+        v_low, v_high = _element(tile.v_low, like, column), _element(tile.v_high, like, column)
+        next_low = _element(next_tile.v_low, like, column * LANES)
+        next_high = _element(next_tile.v_high, like, column * LANES)
+        target = out + 4 * column
+        _weigh_few(weights, first, end, v_low, v_high, stride, target, out_stride, next_low, next_high)
+        column += 2 * LANES
     while column < width:
         v_low, v_high = _element(tile.v_low, like, column), _element(tile.v_high, like, column)
         _weigh_many(weights, first, end, v_low, v_high, stride, out + 4 * column, out_stride)
@@ -377,10 +379,10 @@ def _add_values(step, tile, next_tile, like, row, num_rows, start, scratch):
 
 
 @routine(forceinline=True)
-def attend_tile(step, tile, next_tile, like, start, count, num_rows, scratch):
-    """Add a tile, whose keys begin at position `start`, to the states of all rows; the next one is brought near."""
-    for row in range(0, num_rows, MANY):
-        rows = min(MANY, num_rows - row)
+def attend_tile(step, tile, next_tile, like, start, count, first_row, num_rows, scratch):
+    """Add a tile, whose keys begin at position `start`, to the states of some rows; the next one is brought near."""
+    for row in range(first_row, first_row + num_rows, MANY):
+        rows = min(MANY, first_row + num_rows - row)
         first, end = _visible(step, scratch, row, start)[0], _visible(step, scratch, row + rows - 1, start)[1]
         if first < end:
             weights = scratch.weights_RC + 4 * row * TILE

@@ -22,7 +22,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from kernels.cpu import attention, panel_products, pointwise
-from kernels.cpu.attention_tasks import Step
+from kernels.cpu.attention_tasks import TASK_SIZE, TOGETHER, Step
 from kernels.cpu.jit import IS_KEPT, SharedCache, routine
 from kernels.cpu.memory import pointer
 from kernels.cpu.panels import Product
@@ -54,10 +54,10 @@ class Shared(NamedTuple):
     cu_seqlens_q: int
     seq_lens: int
     team: int
-    tasks: int  # rows of 8
+    tasks: int  # rows of TASK_SIZE
     partials: int
     num_partials: int
-    plans: int  # for each kind of attention its first task, their number, and whether they are partitions
+    plans: int  # for each kind of attention its first task, their number and their form
 
 
 class Operation:
@@ -269,10 +269,10 @@ def paged_attention(at, shared, number, num_threads, like):
     s, (f, _) = known(shared), _fields(at)
     step, kind = attention_step(at, s), carray(like, 0)
     plan = pointer(s.plans + 24 * f[13], np.int64)
-    tasks = carray(pointer(s.tasks + 64 * plan[0], np.int64), (plan[1], 8))
+    tasks = carray(pointer(s.tasks + 8 * TASK_SIZE * plan[0], np.int64), (plan[1], TASK_SIZE))
     partials = carray(pointer(s.partials, np.float32), s.num_partials)
     attention.work(step, kind, tasks, _counter(at), partials)
-    if plan[2] != 0:
+    if plan[2] != TOGETHER:
         meet(s.team, num_threads)
         if number == 0:
             attention.merge_partials(step, kind, tasks, partials)

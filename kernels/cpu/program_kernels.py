@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from kernels.cpu.attention_tasks import first_malformed, padded_rows, plan, state_stride
+from kernels.cpu.attention_tasks import (
+    TASK_SIZE,
+    TOGETHER,
+    choose_form,
+    first_malformed,
+    padded_rows,
+    plan,
+    state_stride,
+)
 from kernels.cpu.jit import kernel, routine
 from kernels.cpu.operations import Row, Shared, attention_step, call, known
 from kernels.cpu.team import TEAM_SIZE, join, meet, now_ns, num_members, publish
@@ -85,24 +93,20 @@ def _first_malformed(ops, kinds, shared):
 
 @routine()
 def _plan(ops, kinds, shared, num_threads):
-    """Return the tasks of each kind of attention: partitions where whole queries are too few for the threads."""
-    plans, nothing = np.zeros((len(kinds), 3), np.int64), np.empty((0, 8), np.int64)
-    counts = np.zeros(2, np.int64)
+    """Return the tasks of each kind of attention."""
+    plans = np.zeros((len(kinds), 3), np.int64)
     num_tasks, num_partials = 0, 0
     for kind in range(len(kinds)):
         step = _step(ops, kinds, kind, shared)
-        for is_split in (False, True):
-            counts[int(is_split)] = plan(step, nothing, is_split)
-        is_split = num_threads > 1 and counts[0] < 4 * num_threads and counts[0] < counts[1]
-        count = counts[int(is_split)]
-        plans[kind, 0], plans[kind, 1], plans[kind, 2] = num_tasks, count, int(is_split)
+        form, count = choose_form(step, num_threads)
+        plans[kind, 0], plans[kind, 1], plans[kind, 2] = num_tasks, count, form
         num_tasks += count
-        if is_split:
+        if form != TOGETHER:
             num_partials = max(num_partials, count * padded_rows(step) * state_stride(step))
-    tasks = np.empty((num_tasks, 8), np.int64)
+    tasks = np.empty((num_tasks, TASK_SIZE), np.int64)
     for kind in range(len(kinds)):
-        first, count, is_split = plans[kind]
-        plan(_step(ops, kinds, kind, shared), tasks[first : first + count], is_split != 0)
+        first, count, form = plans[kind]
+        plan(_step(ops, kinds, kind, shared), tasks[first : first + count], form)
     return Plans(tasks, plans, np.empty(num_partials, np.float32))
 
 
