@@ -19,8 +19,8 @@ PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
 TARGET_ROWS = 36
 TASKS_PER_WORKER = 4
 
-# What a task is of a tile of queries. Key/value heads whose blocks lie side by side are read together where they can be:
-# memory is then read from start to end, which its prefetchers follow.
+# What a task is of a tile of queries. Key/value heads, which lie side by side in a block, are read together where there
+# are tasks enough: memory is then read from start to end, which its prefetchers follow.
 TOGETHER, IN_PARTITIONS, APART = 0, 1, 2  # some heads; some heads and one partition; one head and one partition
 
 

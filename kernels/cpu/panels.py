@@ -55,6 +55,7 @@ from kernels.cpu.simd import (
     shift_right_i32,
     splat,
     sum_of_lanes,
+    upper_halves,
     zeros,
 )
 
@@ -64,7 +65,7 @@ CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
 ROWS = 8 if REGISTER_LANES == LANES else 4  # at once, where operands are made in registers: 8 of these have sums
 FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, where they were written down
-FEW = 8  # rows of floats, for which operands are not worth writing down
+FEW = 16  # rows of floats, for which operands are not worth writing down
 PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pairs
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
 AHEAD_OF_ROW = 8 * PANEL  # of a single row, where two parts of memory are read at once
@@ -307,7 +308,7 @@ def _first_operand(words, bits):
 @routine(forceinline=True)
 def _second_operand(words, bits):
     if bits == 16:
-        return and_i32(words, 0xFFFF0000)
+        return upper_halves(words)
     return and_i32(shift_right_i32(words, bits), 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
 
 
@@ -459,10 +460,16 @@ def _fetch(product, at, row, num_rows):
         prefetch(words, at + word)
 
 
+@routine(forceinline=True)
+def _rows_in_groups(num_rows):
+    """Return how many rows are done FLOAT_ROWS at a time; what is left is done in pairs."""
+    return (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS
+
+
 @routine()
 def _multiply_floats(product, first, end, num_rows, next_at, scratch):
     """Add the products of a block's rows with a tile's operands to their sums; ask memory for what is at next_at."""
-    in_groups = (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS  # what is left is done in pairs
+    in_groups = _rows_in_groups(num_rows)
     num_words = round_up(end - first, 2)  # an odd last input is followed by a zero
     for row in range(0, in_groups, FLOAT_ROWS):
         _fetch(product, next_at, row, num_rows)
@@ -501,22 +508,50 @@ def _multiply_float_row(product, panels, scratch):
 
 
 @routine()
-def _multiply_few_floats(product, panel, num_rows, scratch):
-    """The same for few rows."""
+def _multiply_few_group(product, first, end, first_at, row, scratch):
+    """Add the products of FLOAT_ROWS rows with a tile, whose codes begin at `first_at`, to their sums."""
     words, x = pointer(product.codes, np.float32), _floats(scratch.x)
+    for column in range(0, PANEL, LANES):
+        at, x_at, sums = first_at + column, _x_at(product, row, first, scratch), zeros(FLOAT_ROWS)
+        shift = 16  # one operand at a time: with both, sums would not stay in registers
+        for _ in range(first, round_up(end, 2)):
+            operand = upper_halves(shift_left_i32(load(words, at), shift))
+            prefetch(words, at + AHEAD)
+            sums = add_products(sums, x, x_at, TILE, operand)
+            x_at, at, shift = x_at + 1, at + (16 - shift) // 16 * PANEL, 16 - shift
+        for r in range(FLOAT_ROWS):
+            _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
+
+
+@routine()
+def _multiply_few_pair(product, first, end, at, row, scratch):
+    """The same for two rows."""
+    words, x, x_at = pointer(product.codes, np.float32), _floats(scratch.x), _x_at(product, row, first, scratch)
+    sums_0, sums_1 = zeros(2), zeros(2)
+    for _ in range(first, end, 2):
+        codes_0, codes_1 = load(words, at), load(words, at + LANES)
+        prefetch(words, at + AHEAD)
+        prefetch(words, at + AHEAD + LANES)
+        sums_0 = add_products(sums_0, x, x_at, TILE, _first_operand(codes_0, 16))
+        sums_1 = add_products(sums_1, x, x_at, TILE, _first_operand(codes_1, 16))
+        sums_0 = add_products(sums_0, x, x_at + 1, TILE, _second_operand(codes_0, 16))
+        sums_1 = add_products(sums_1, x, x_at + 1, TILE, _second_operand(codes_1, 16))
+        x_at, at = x_at + 2, at + PANEL
+    for r in range(2):
+        _add_to_sums(sums_0[r], (row + r) * PANEL, scratch)
+        _add_to_sums(sums_1[r], (row + r) * PANEL + LANES, scratch)
+
+
+@routine()
+def _multiply_few_floats(product, panel, num_rows, scratch):
+    """Add the products of few rows with a panel to their sums, without writing operands down."""
+    in_groups = _rows_in_groups(num_rows)
     for first in range(0, product.num_inputs, TILE):
-        first_at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
-        for column in range(0, PANEL, LANES):
-            for row in range(0, num_rows, ROWS):
-                at, x_at, sums = first_at + column, _x_at(product, row, first, scratch), zeros(ROWS)
-                for _ in range(first, end, 2):
-                    codes = load(words, at)
-                    prefetch(words, at + AHEAD)
-                    sums = add_products(sums, x, x_at, TILE, _first_operand(codes, 16))
-                    sums = add_products(sums, x, x_at + 1, TILE, _second_operand(codes, 16))
-                    x_at, at = x_at + 2, at + PANEL
-                for r in range(ROWS):
-                    _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
+        at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
+        for row in range(0, in_groups, FLOAT_ROWS):
+            _multiply_few_group(product, first, end, at, row, scratch)
+        for row in range(in_groups, num_rows, 2):
+            _multiply_few_pair(product, first, end, at, row, scratch)
 
 
 def _tile_of(num_rows, ahead):

@@ -12,12 +12,22 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-from kernels.cpu.lanes import FLOATS, INT32, LANES, broadcast, constants, elements, fused_multiply_add, integers
+from kernels.cpu.lanes import (
+    FLOATS,
+    INT32,
+    LANES,
+    REGISTER_LANES,
+    broadcast,
+    constants,
+    elements,
+    fused_multiply_add,
+    integers,
+)
 
 
 class VectorType(types.Type):
@@ -126,6 +136,32 @@ def and_i32(typingctx, words, mask):
         return builder.bitcast(builder.and_(builder.bitcast(args[0], integers(32)), mask), FLOATS)
 
     return vector(vector, types.int64), generate
+
+
+@intrinsic
+def upper_halves(typingctx, words):
+    """Return each lane's upper 16 bits, in their place."""
+
+    def generate(context, builder, signature, args):
+        mask = constants(32, 0xFFFF0000)
+        if REGISTER_LANES < LANES:
+            mask = _hidden(builder, mask)
+        return builder.bitcast(builder.and_(builder.bitcast(args[0], integers(32)), mask), FLOATS)
+
+    return vector(vector), generate
+
+
+def _hidden(builder: ir.IRBuilder, constant: ir.Constant) -> ir.Value:
+    """Return a constant of 16 integers without the compiler's knowing its value.
+
+    Of some masks it makes `vpblendw`, which on AMD's Zen takes the ports of multiply-adds: 6 rows of bfloat16 products
+    were 10.0 instead of 11.5 multiply-adds a cycle.
+    """
+    if not binding.get_process_triple().startswith("x86_64"):
+        return constant
+    half = ir.VectorType(constant.type.element, LANES // 2)
+    part = builder.call(ir.InlineAsm(ir.FunctionType(half, [half]), "", "=x,0"), [elements(builder, constant, range(8))])
+    return elements(builder, part, [*range(8), *range(8)])
 
 
 @intrinsic
