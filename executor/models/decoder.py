@@ -188,12 +188,10 @@ class Decoder(Module):
         """Return what the backend made of weights, each once."""
         return packed_weights(self)
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""
         return self.model(inputs, kv_caches) if self.compiled is None else self.compiled.forward(inputs, kv_caches)
 
-    @torch.inference_mode()
     def compute_logits(self, hidden_SE: Tensor) -> Tensor:
         """Return logits_SV, float32, of the given rows of `forward`'s result: on rank 0; all ranks must ask for it."""
         return self.lm_head(hidden_SE)

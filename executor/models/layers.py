@@ -224,7 +224,8 @@ class LMHead(Linear):
         return True
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        return self.parallel.gather(self._product(x_TE, torch.float32))[:, : self.vocab_size]
+        logits_TV = self.parallel.gather(self._product(x_TE, torch.float32))
+        return logits_TV if logits_TV.shape[1] == self.vocab_size else logits_TV[:, : self.vocab_size]
 
 
 def packed_weights(model: nn.Module) -> list[PackedLinear]:

@@ -160,7 +160,9 @@ def _hidden(builder: ir.IRBuilder, constant: ir.Constant) -> ir.Value:
     if not binding.get_process_triple().startswith("x86_64"):
         return constant
     half = ir.VectorType(constant.type.element, LANES // 2)
-    part = builder.call(ir.InlineAsm(ir.FunctionType(half, [half]), "", "=x,0"), [elements(builder, constant, range(8))])
+    part = builder.call(
+        ir.InlineAsm(ir.FunctionType(half, [half]), "", "=x,0"), [elements(builder, constant, range(8))]
+    )
     return elements(builder, part, [*range(8), *range(8)])
 
 
