@@ -1,7 +1,6 @@
 """From the shares of a step to arrays: all tokens of all sequences in one row, without padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,8 +14,7 @@ from protocol.messages import SequenceStep
 PADDING_SLOT = -1  # its key and value are not stored
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """One sequence's part of a step: `token_ids` from the first token that is not computed on."""
 
     state: SequenceState
@@ -57,20 +55,18 @@ def pack(shares: Sequence[Share], block_size: int, num_blocks: int) -> StepArray
     Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
     land in another sequence.
     """
+    # Without NumPy's arithmetic: the weights push its code out of the caches between steps, so that its first use in
+    # one costs half as much as all of this does for a token.
     lengths = [share.num_tokens for share in shares]
     seq_lens = [share.state.num_computed_tokens + length for share, length in zip(shares, lengths, strict=True)]
-    ends = list(accumulate(lengths))
     block_tables_SM = _block_tables(shares, [-(-seq_len // block_size) for seq_len in seq_lens], num_blocks)
-    rows_T = np.repeat(np.arange(len(shares)), lengths)
-    shifts_S = np.array([seq_len - end for seq_len, end in zip(seq_lens, ends, strict=True)])
-    positions_T = np.arange(ends[-1]) + shifts_S[rows_T]
-    entries_T, offsets_T = np.divmod(positions_T, block_size)
     token_ids_T = np.frombuffer(b"".join([share.token_ids for share in shares]), np.int32)
+    positions, slots = _places(shares, seq_lens, block_tables_SM, block_size)
     return StepArrays(
         token_ids_T=token_ids_T.astype(np.int64),
-        positions_T=positions_T,
-        slot_mapping_T=block_tables_SM[rows_T, entries_T] * np.int64(block_size) + offsets_T,
-        cu_seqlens_q=np.array([0, *ends], np.int32),
+        positions_T=np.array(positions, np.int64),
+        slot_mapping_T=np.array(slots, np.int64),
+        cu_seqlens_q=np.array([0, *accumulate(lengths)], np.int32),
         seq_lens_S=np.array(seq_lens, np.int32),
         block_tables_SM=block_tables_SM,
     )
@@ -109,9 +105,28 @@ def _block_tables(shares: Sequence[Share], needed: Sequence[int], num_blocks: in
     for share, num_needed in zip(shares, needed, strict=True):
         if len(share.block_table) < 4 * num_needed:
             raise ValueError(f"a block table has {len(share.block_table) // 4} blocks where {num_needed} are needed")
-    width = 4 * max(needed)
-    rows = [share.block_table[: 4 * n].ljust(width, b"\0") for share, n in zip(shares, needed, strict=True)]
-    block_tables_SM = np.frombuffer(bytearray().join(rows), np.int32).reshape(len(shares), -1)
-    if block_tables_SM.view(np.uint32).max() >= num_blocks:  # as which a negative one is large
+    width = max(needed)
+    rows = [share.block_table[: 4 * n].ljust(4 * width, b"\0") for share, n in zip(shares, needed, strict=True)]
+    packed = bytearray().join(rows)
+    block_ids = np.frombuffer(packed, np.uint32)  # as which a negative one is large
+    if block_ids[block_ids.argmax()] >= num_blocks:
         raise ValueError(f"a block table names a block that is not among the {num_blocks} of the pool")
-    return block_tables_SM
+    return np.ndarray((len(shares), width), np.int32, packed)
+
+
+def _places(
+    shares: Sequence[Share], seq_lens: Sequence[int], block_tables_SM: np.ndarray, block_size: int
+) -> tuple[list[int], list[int]]:
+    """Return the positions of all tokens, and the slots of their keys and values: side by side within a block."""
+    positions: list[int] = []
+    slots: list[int] = []
+    for row, (share, end) in enumerate(zip(shares, seq_lens, strict=True)):
+        start = share.state.num_computed_tokens
+        positions += range(start, end)
+        while start < end:
+            entry, offset = divmod(start, block_size)
+            num_tokens = min(block_size - offset, end - start)
+            slot = block_tables_SM.item(row, entry) * block_size + offset
+            slots += range(slot, slot + num_tokens)
+            start += num_tokens
+    return positions, slots

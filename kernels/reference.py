@@ -3,6 +3,7 @@
 Signatures, shapes and legend are those of `kernels.backend`. All arithmetic is in float32, also that of products.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -116,7 +117,7 @@ def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
 def uniform(seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
     counters = zip(seed_R.tolist(), position_R.tolist(), strict=True)
     numbers = [philox.uniform(seed, position, purpose) for seed, position in counters]
-    return torch.tensor(numbers, dtype=torch.float64, device=seed_R.device)
+    return torch.from_numpy(np.array(numbers)).to(seed_R.device)
 
 
 def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
