@@ -55,8 +55,8 @@ def pack(shares: Sequence[Share], block_size: int, num_blocks: int) -> StepArray
     Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
     land in another sequence.
     """
-    # Without NumPy's arithmetic: the weights push its code out of the caches between steps, so that its first use in
-    # one costs half as much as all of this does for a token.
+    # NumPy's arithmetic is avoided: between steps the weights push its code out of the caches, and its first use then
+    # takes as long as all the rest of this does for one sequence.
     lengths = [share.num_tokens for share in shares]
     seq_lens = [share.state.num_computed_tokens + length for share, length in zip(shares, lengths, strict=True)]
     block_tables_SM = _block_tables(shares, [-(-seq_len // block_size) for seq_len in seq_lens], num_blocks)
