@@ -8,18 +8,20 @@ from numba import prange
 from kernels.cpu.jit import kernel, routine
 from kernels.cpu.lanes import LANES
 from kernels.cpu.memory import fetch_add, load, load_part, load_splat, pointer, store_part
+from kernels.cpu.panel_floats import multiply_float_row, multiply_floats
+from kernels.cpu.panel_integers import multiply_rounded, multiply_rounded_row
 from kernels.cpu.panels import (
     BLOCK,
     PANEL,
     Product,
+    clear_sums,
     fetch,
     first_word,
     load_group,
     load_rows,
-    multiply,
-    multiply_row,
     new_scratch,
     num_panels,
+    padded_rows,
     rows_of_block,
 )
 from kernels.cpu.simd import fma, lane, splat
@@ -62,6 +64,29 @@ def num_tasks_of(product, num_workers):
 
 
 @routine()
+def _multiply(product, panel, num_rows, scratch):
+    """Fill scratch.sums_MN with the products of a block of several rows, which is loaded, with a panel."""
+    clear_sums(padded_rows(product, num_rows), scratch)
+    if product.bits < 16:
+        multiply_rounded(product, panel, num_rows, scratch)
+    else:
+        multiply_floats(product, panel, num_rows, scratch)
+
+
+@routine()
+def _multiply_row(product, panels, scratch):
+    """Fill the first two rows of scratch.sums_MN with the products of the only row, which is loaded, with two panels.
+
+    Two parts of memory that are read at once come faster than one: a core's prefetcher follows each of them.
+    """
+    clear_sums(2, scratch)
+    if product.bits < 16:
+        multiply_rounded_row(product, panels, scratch)
+    else:
+        multiply_float_row(product, panels, scratch)
+
+
+@routine()
 def _multiply_row_with(product, first, end, scratch):
     """Write out the products of the only row with panels first to end, those of the two halves side by side.
 
@@ -70,7 +95,7 @@ def _multiply_row_with(product, first, end, scratch):
     half = (end - first + 1) // 2
     for panel in range(first, first + half):
         other = min(panel + half, end - 1)
-        multiply_row(product, (panel, other), scratch)
+        _multiply_row(product, (panel, other), scratch)
         _write_out(product, panel, 0, 1, 0, scratch)
         _write_out(product, other, 0, 1, PANEL, scratch)
 
@@ -90,15 +115,15 @@ def work(product, num_tasks, num_chunks, next_task):
         num_rows = min(stride, product.num_rows - first_row)
         first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
         if first_row != loaded_row:
-            fetch(product, first)
-            fetch(product, (first + end + 1) // 2)
+            for panel in (first, (first + end + 1) // 2):  # where the halves begin that a single row is multiplied with
+                fetch(product, panel)
             load_rows(product, first_row, num_rows, scratch)
             loaded_row = first_row
         if product.num_rows == 1:
             _multiply_row_with(product, first, end, scratch)
             continue
         for panel in range(first, end):
-            multiply(product, panel, num_rows, scratch)
+            _multiply(product, panel, num_rows, scratch)
             _write_out(product, panel, first_row, num_rows, 0, scratch)
 
 

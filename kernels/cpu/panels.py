@@ -31,19 +31,11 @@ from kernels.cpu.memory import (
     load,
     load_half,
     load_part,
-    load_splat,
     pointer,
     prefetch,
     store,
     store_low_i8,
     store_low_i16,
-)
-from kernels.cpu.multiply_add import (
-    add_products,
-    add_scaled,
-    products_bfloat16,
-    products_i8,
-    products_i16,
 )
 from kernels.cpu.simd import (
     and_i32,
@@ -56,21 +48,17 @@ from kernels.cpu.simd import (
     splat,
     sum_of_lanes,
     upper_halves,
-    zeros,
 )
 
 PANEL = 2 * LANES  # outputs
 TILE = 128  # inputs: a panel's operands of float32 take 16 KiB of the first cache
 CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
-ROWS = 8 if REGISTER_LANES == LANES else 4  # at once, where operands are made in registers: 8 of these have sums
-FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, where they were written down
-FEW = 16  # rows of floats, for which operands are not worth writing down
-PAIRED = 4  # rows of floats beyond whole FLOAT_ROWS that are faster done in pairs
+ROWS = 8 if REGISTER_LANES == LANES else 4  # at once, of integers and of pairs
+FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, of float32: as many sums as there are registers for
 AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
 AHEAD_OF_ROW = 8 * PANEL  # of a single row, where two parts of memory are read at once
 
-_add_pairs = products_bfloat16
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _LEAST = np.float32(1e-30)  # less is taken for zero: what brings it to whole numbers would be infinite
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
@@ -180,7 +168,7 @@ def new_scratch(product):
 
 
 @routine(forceinline=True)
-def _floats(address):
+def floats(address):
     return pointer(address, np.float32)
 
 
@@ -195,7 +183,7 @@ def _load_x(product, index, count):
 
 
 @routine(forceinline=True)
-def _x_at(product, row, k, scratch):
+def place_of_x(product, row, k, scratch):
     """Return where in scratch.x the word of input k of a block's row is."""
     return k // TILE * scratch.tile_words + row * scratch.row_words + _x_words(product, k % TILE)
 
@@ -205,9 +193,9 @@ def _store_rounded(product, lanes, inverse, at, scratch):
     """Write 16 inputs times `inverse` as whole numbers, which are returned. A NaN becomes some number."""
     shifted = fma(lanes, inverse, splat(_ROUND_MAGIC))
     if product.bits == 4:
-        store_low_i8(_floats(scratch.x), at, shifted)
+        store_low_i8(floats(scratch.x), at, shifted)
     else:
-        store_low_i16(_floats(scratch.x), at, shifted)
+        store_low_i16(floats(scratch.x), at, shifted)
     return shifted - splat(_ROUND_MAGIC)
 
 
@@ -224,14 +212,16 @@ def _load_rounded_row(product, source, row, scratch):
         size = largest_lane(maximum(copy_sign(low, splat(_ONE)), copy_sign(high, splat(_ONE))))
         nan_or_zero = fma(low, splat(_ZERO), fma(high, splat(_ZERO), nan_or_zero))
         inverse = splat(largest / size if size > _LEAST else _ZERO)
-        rounded = _store_rounded(product, low, inverse, _x_at(product, row, k, scratch), scratch)
+        rounded = _store_rounded(product, low, inverse, place_of_x(product, row, k, scratch), scratch)
         if chunk == 32:
-            rounded = rounded + _store_rounded(product, high, inverse, _x_at(product, row, k + LANES, scratch), scratch)
+            rounded = rounded + _store_rounded(
+                product, high, inverse, place_of_x(product, row, k + LANES, scratch), scratch
+            )
         factor = size / largest
-        _floats(scratch.factors_MC)[at] = factor
-        _floats(scratch.x_sums_MC)[at] = factor * sum_of_lanes(rounded)
+        floats(scratch.factors_MC)[at] = factor
+        floats(scratch.x_sums_MC)[at] = factor * sum_of_lanes(rounded)
         at += 1
-    _floats(scratch.factors_MC)[first] += sum_of_lanes(nan_or_zero)
+    floats(scratch.factors_MC)[first] += sum_of_lanes(nan_or_zero)
 
 
 @routine()
@@ -239,7 +229,7 @@ def _copy_row(product, source, row, scratch):
     """Write a row of bfloat16 inputs as it is. An odd last one is followed by a zero."""
     x, target = pointer(product.x, np.uint16), pointer(scratch.x, np.uint16)
     for first in range(0, product.num_inputs, TILE):
-        at = 2 * _x_at(product, row, first, scratch)
+        at = 2 * place_of_x(product, row, first, scratch)
         for k in range(first, min(first + TILE, product.num_inputs)):
             target[at + k - first] = x[source + k]
 
@@ -249,7 +239,7 @@ def _widen_row(product, source, row, scratch):
     """Write a row of inputs as float32."""
     for k in range(0, product.num_inputs, LANES):
         lanes = _load_x(product, source + k, product.num_inputs - k)
-        store(_floats(scratch.x), _x_at(product, row, k, scratch), lanes)
+        store(floats(scratch.x), place_of_x(product, row, k, scratch), lanes)
 
 
 @routine()
@@ -299,337 +289,28 @@ def fetch(product, panel):
 
 
 @routine(forceinline=True)
-def _first_operand(words, bits):
+def first_operand(words, bits):
     if bits == 16:
         return shift_left_i32(words, 16)
     return and_i32(words, 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
 
 
 @routine(forceinline=True)
-def _second_operand(words, bits):
+def second_operand(words, bits):
     if bits == 16:
         return upper_halves(words)
     return and_i32(shift_right_i32(words, bits), 0x0F0F0F0F if bits == 4 else 0x00FF00FF)
 
 
-@routine()
-def _load_operands(product, panel, first, end, scratch):
-    """Fill scratch.operands with a panel's of inputs first to end, of bfloat16 weights."""
-    words, operands = pointer(product.codes, np.float32), _floats(scratch.operands)
-    at = first_word(product, panel, first)
-    for target in range(0, (end - first + 1) // 2 * 2 * PANEL, 2 * PANEL):
-        for column in range(0, PANEL, LANES):
-            codes = load(words, at + column)
-            store(operands, target + column, _first_operand(codes, 16))
-            store(operands, target + PANEL + column, _second_operand(codes, 16))
-        at += PANEL
-
-
-# Products of integers.
-
-
-@routine(forceinline=True)
-def _add_chunk(sums, group, chunk, row, target, scratch):
-    """Add one chunk's sums of some rows, which begin with `row`, to scratch.sums_MN from `target` on."""
-    add_scaled(
-        sums,
-        *(
-            _floats(scratch.factors_MC),
-            _floats(scratch.x_sums_MC),
-            row * scratch.num_chunks + chunk,
-            scratch.num_chunks,
-        ),
-        *(group.scales, group.offsets),
-        *(_floats(scratch.sums_MN), target, PANEL),
-    )
-
-
-def _group_of(bits, num_rows, ahead):
-    """Return a routine that multiplies codes with so many rows: sums for each of them are what registers are for."""
-    products = {4: products_i8, 8: products_i16}[bits]
-    add, total, inputs_of_word = products.add, products.total, 32 // bits
-
-    @routine(forceinline=True)
-    def multiply_group(product, group, at, first, end, row, target, scratch):
-        """Add products with inputs first to end, of one group and tile, whose codes begin at `at`.
-
-        Those of rows from `row` on are added to scratch.sums_MN from `target` on.
-        """
-        words, x, x_at = pointer(product.codes, np.float32), _floats(scratch.x), _x_at(product, row, first, scratch)
-        stride, chunk = scratch.row_words, first >> scratch.chunk_shift
-        for _ in range(first, end, scratch.chunk):
-            sums = zeros(num_rows)
-            for _ in range(0, scratch.chunk, inputs_of_word):
-                codes = load(words, at)
-                prefetch(words, at + ahead)
-                sums = add(sums, x, x_at, stride, _first_operand(codes, bits))
-                sums = add(sums, x, x_at + 1, stride, _second_operand(codes, bits))
-                x_at, at = x_at + 2, at + PANEL
-            _add_chunk(total(sums), group, chunk, row, target, scratch)
-            chunk += 1
-
-    return multiply_group
-
-
-_multiply_group_4, _multiply_group_8 = _group_of(4, ROWS, AHEAD), _group_of(8, ROWS, AHEAD)
-_multiply_row_4, _multiply_row_8 = _group_of(4, 1, AHEAD_OF_ROW), _group_of(8, 1, AHEAD_OF_ROW)
-
-
-@routine(forceinline=True)
-def _end_of_run(product, group, first):
-    """Return where inputs end that are of one group and one tile: a row's lie side by side within a tile only."""
-    return min(first // TILE * TILE + TILE, (group + 1) * product.group_size)
+# The sums.
 
 
 @routine()
-def _multiply_rounded(product, panel, num_rows, scratch):
-    """Add the products of a block's rows with a panel to their sums."""
-    first = 0
-    while first < product.num_inputs:
-        index = first // product.group_size
-        at, end = first_word(product, panel, first), _end_of_run(product, index, first)
-        for column in range(0, PANEL, LANES):
-            group = load_group(product, panel, scratch.num_groups, index, column)
-            for row in range(0, num_rows, ROWS):
-                target = row * PANEL + column
-                if product.bits == 4:
-                    _multiply_group_4(product, group, at + column, first, end, row, target, scratch)
-                else:
-                    _multiply_group_8(product, group, at + column, first, end, row, target, scratch)
-        first = end
-
-
-@routine()
-def _multiply_rounded_row(product, panels, scratch):
-    """Add the products of the only row with some panels to the sums of as many rows."""
-    first = 0
-    while first < product.num_inputs:
-        index = first // product.group_size
-        end = _end_of_run(product, index, first)
-        for number, panel in enumerate(panels):
-            at = first_word(product, panel, first)
-            for column in range(0, PANEL, LANES):
-                group, target = load_group(product, panel, scratch.num_groups, index, column), number * PANEL + column
-                if product.bits == 4:
-                    _multiply_row_4(product, group, at + column, first, end, 0, target, scratch)
-                else:
-                    _multiply_row_8(product, group, at + column, first, end, 0, target, scratch)
-        first = end
-
-
-# Products of floats.
-
-
-@routine(forceinline=True)
-def _add_to_sums(total, target, scratch):
-    store(_floats(scratch.sums_MN), target, load(_floats(scratch.sums_MN), target) + total)
-
-
-@routine()
-def _multiply_float_group(scratch, x_at, num_words, row):
-    """Add the products of FLOAT_ROWS rows with a tile's operands to their sums."""
-    for column in range(0, PANEL, LANES):
-        sums = zeros(FLOAT_ROWS)
-        for word in range(num_words):
-            operand = load(_floats(scratch.operands), word * PANEL + column)
-            sums = add_products(sums, _floats(scratch.x), x_at + word, TILE, operand)
-        for r in range(FLOAT_ROWS):
-            _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
-
-
-@routine()
-def _multiply_pair(scratch, x_at, num_words, row):
-    """The same for two rows."""
-    sums_0, sums_1 = zeros(2), zeros(2)
-    for word in range(num_words):
-        operand_0 = load(_floats(scratch.operands), word * PANEL)
-        operand_1 = load(_floats(scratch.operands), word * PANEL + LANES)
-        sums_0 = add_products(sums_0, _floats(scratch.x), x_at + word, TILE, operand_0)
-        sums_1 = add_products(sums_1, _floats(scratch.x), x_at + word, TILE, operand_1)
-    for r in range(2):
-        _add_to_sums(sums_0[r], (row + r) * PANEL, scratch)
-        _add_to_sums(sums_1[r], (row + r) * PANEL + LANES, scratch)
-
-
-@routine(forceinline=True)
-def _fetch(product, at, row, num_rows):
-    """Bring near, of the tile whose words begin at `at`, as large a part as the next rows are of all."""
-    words, num_words = pointer(product.codes, np.float32), TILE // 2 * PANEL
-    first, end = num_words * row // num_rows, num_words * min(row + FLOAT_ROWS, num_rows) // num_rows
-    for word in range(first, end, CACHE_LINE):
-        prefetch(words, at + word)
-
-
-@routine(forceinline=True)
-def _rows_in_groups(num_rows):
-    """Return how many rows are done FLOAT_ROWS at a time; what is left is done in pairs."""
-    return (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS
-
-
-@routine()
-def _multiply_floats(product, first, end, num_rows, next_at, scratch):
-    """Add the products of a block's rows with a tile's operands to their sums; ask memory for what is at next_at."""
-    in_groups = _rows_in_groups(num_rows)
-    num_words = round_up(end - first, 2)  # an odd last input is followed by a zero
-    for row in range(0, in_groups, FLOAT_ROWS):
-        _fetch(product, next_at, row, num_rows)
-        _multiply_float_group(scratch, _x_at(product, row, first, scratch), num_words, row)
-    for row in range(in_groups, num_rows, 2):
-        _multiply_pair(scratch, _x_at(product, row, first, scratch), num_words, row)
-
-
-@routine(forceinline=True)
-def _add_word(sums, words, at, x_low, x_high):
-    """Return the sums of 16 outputs, with the products of two inputs added."""
-    codes = load(words, at)
-    prefetch(words, at + AHEAD_OF_ROW)
-    return fma(x_high, _second_operand(codes, 16), fma(x_low, _first_operand(codes, 16), sums))
-
-
-@routine()
-def _multiply_float_row(product, panels, scratch):
-    """Add the products of the only row with two panels to the sums of two rows, without writing operands down."""
-    words, x = pointer(product.codes, np.float32), _floats(scratch.x)
-    for first in range(0, product.num_inputs, TILE):
-        x_at = _x_at(product, 0, first, scratch)
-        at, other_at = first_word(product, panels[0], first), first_word(product, panels[1], first)
-        sums_0 = sums_1 = other_sums_0 = other_sums_1 = splat(_ZERO)
-        for _ in range(first, min(first + TILE, product.num_inputs), 2):
-            x_low, x_high = load_splat(x, x_at), load_splat(x, x_at + 1)
-            sums_0 = _add_word(sums_0, words, at, x_low, x_high)
-            sums_1 = _add_word(sums_1, words, at + LANES, x_low, x_high)
-            other_sums_0 = _add_word(other_sums_0, words, other_at, x_low, x_high)
-            other_sums_1 = _add_word(other_sums_1, words, other_at + LANES, x_low, x_high)
-            x_at, at, other_at = x_at + 2, at + PANEL, other_at + PANEL
-        _add_to_sums(sums_0, 0, scratch)
-        _add_to_sums(sums_1, LANES, scratch)
-        _add_to_sums(other_sums_0, PANEL, scratch)
-        _add_to_sums(other_sums_1, PANEL + LANES, scratch)
-
-
-@routine()
-def _multiply_few_group(product, first, end, first_at, row, scratch):
-    """Add the products of FLOAT_ROWS rows with a tile, whose codes begin at `first_at`, to their sums."""
-    words, x = pointer(product.codes, np.float32), _floats(scratch.x)
-    for column in range(0, PANEL, LANES):
-        at, x_at, sums = first_at + column, _x_at(product, row, first, scratch), zeros(FLOAT_ROWS)
-        shift = 16  # one operand at a time: with both, sums would not stay in registers
-        for _ in range(first, round_up(end, 2)):
-            operand = upper_halves(shift_left_i32(load(words, at), shift))
-            prefetch(words, at + AHEAD)
-            sums = add_products(sums, x, x_at, TILE, operand)
-            x_at, at, shift = x_at + 1, at + (16 - shift) // 16 * PANEL, 16 - shift
-        for r in range(FLOAT_ROWS):
-            _add_to_sums(sums[r], (row + r) * PANEL + column, scratch)
-
-
-@routine()
-def _multiply_few_pair(product, first, end, at, row, scratch):
-    """The same for two rows."""
-    words, x, x_at = pointer(product.codes, np.float32), _floats(scratch.x), _x_at(product, row, first, scratch)
-    sums_0, sums_1 = zeros(2), zeros(2)
-    for _ in range(first, end, 2):
-        codes_0, codes_1 = load(words, at), load(words, at + LANES)
-        prefetch(words, at + AHEAD)
-        prefetch(words, at + AHEAD + LANES)
-        sums_0 = add_products(sums_0, x, x_at, TILE, _first_operand(codes_0, 16))
-        sums_1 = add_products(sums_1, x, x_at, TILE, _first_operand(codes_1, 16))
-        sums_0 = add_products(sums_0, x, x_at + 1, TILE, _second_operand(codes_0, 16))
-        sums_1 = add_products(sums_1, x, x_at + 1, TILE, _second_operand(codes_1, 16))
-        x_at, at = x_at + 2, at + PANEL
-    for r in range(2):
-        _add_to_sums(sums_0[r], (row + r) * PANEL, scratch)
-        _add_to_sums(sums_1[r], (row + r) * PANEL + LANES, scratch)
-
-
-@routine()
-def _multiply_few_floats(product, panel, num_rows, scratch):
-    """Add the products of few rows with a panel to their sums, without writing operands down."""
-    in_groups = _rows_in_groups(num_rows)
-    for first in range(0, product.num_inputs, TILE):
-        at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
-        for row in range(0, in_groups, FLOAT_ROWS):
-            _multiply_few_group(product, first, end, at, row, scratch)
-        for row in range(in_groups, num_rows, 2):
-            _multiply_few_pair(product, first, end, at, row, scratch)
-
-
-def _tile_of(num_rows, ahead):
-    """Return a routine that multiplies so many rows in pairs."""
-
-    @routine(forceinline=True)
-    def multiply_tile(product, at, first, end, row, target, scratch):
-        """Add products of rows from `row` on with inputs first to end, of one tile, whose codes begin at `at`."""
-        words, x, sums = pointer(product.codes, np.float32), _floats(scratch.x), zeros(num_rows)
-        x_at = _x_at(product, row, first, scratch)
-        for _ in range(first, end, 2):
-            codes = load(words, at)
-            prefetch(words, at + ahead)
-            sums = _add_pairs(sums, x, x_at, scratch.row_words, codes)
-            x_at, at = x_at + 1, at + PANEL
-        for r in range(num_rows):
-            _add_to_sums(sums[r], target + r * PANEL, scratch)
-
-    return multiply_tile
-
-
-_multiply_tile_of_row, _multiply_tile = _tile_of(1, AHEAD_OF_ROW), _tile_of(ROWS, AHEAD)
-
-
-@routine()
-def _multiply_in_pairs(product, panel, num_rows, scratch):
-    """Add the products of a block's rows with a panel to their sums."""
-    for first in range(0, product.num_inputs, TILE):
-        at, end = first_word(product, panel, first), min(first + TILE, product.num_inputs)
-        for column in range(0, PANEL, LANES):
-            for row in range(0, num_rows, ROWS):
-                _multiply_tile(product, at + column, first, end, row, row * PANEL + column, scratch)
-
-
-@routine()
-def _multiply_row_in_pairs(product, panels, scratch):
-    """Add the products of the only row with some panels to the sums of as many rows."""
-    for first in range(0, product.num_inputs, TILE):
-        end = min(first + TILE, product.num_inputs)
-        for number, panel in enumerate(panels):
-            at = first_word(product, panel, first)
-            for column in range(0, PANEL, LANES):
-                _multiply_tile_of_row(product, at + column, first, end, 0, number * PANEL + column, scratch)
-
-
-@routine()
-def _clear_sums(num_rows, scratch):
+def clear_sums(num_rows, scratch):
     for at in range(0, num_rows * PANEL, LANES):
-        store(_floats(scratch.sums_MN), at, splat(_ZERO))
+        store(floats(scratch.sums_MN), at, splat(_ZERO))
 
 
-@routine()
-def multiply_row(product, panels, scratch):
-    """Fill the first two rows of scratch.sums_MN with the products of the only row, which is loaded, with two panels.
-
-    Two parts of memory that are read at once come faster than one: a core's prefetcher follows each of them.
-    """
-    _clear_sums(2, scratch)
-    if product.bits < 16:
-        _multiply_rounded_row(product, panels, scratch)
-    elif product.in_pairs:
-        _multiply_row_in_pairs(product, panels, scratch)
-    else:
-        _multiply_float_row(product, panels, scratch)
-
-
-@routine()
-def multiply(product, panel, num_rows, scratch):
-    """Fill scratch.sums_MN with the products of a block of several rows, which is loaded, with a panel."""
-    _clear_sums(padded_rows(product, num_rows), scratch)
-    if product.bits < 16:
-        _multiply_rounded(product, panel, num_rows, scratch)
-    elif product.in_pairs:
-        _multiply_in_pairs(product, panel, num_rows, scratch)
-    elif num_rows <= FEW:
-        _multiply_few_floats(product, panel, num_rows, scratch)
-    else:
-        for first in range(0, product.num_inputs, TILE):
-            end = min(first + TILE, product.num_inputs)
-            _load_operands(product, panel, first, end, scratch)
-            _multiply_floats(product, first, end, num_rows, first_word(product, panel, end), scratch)
+@routine(forceinline=True)
+def add_to_sums(total, target, scratch):
+    store(floats(scratch.sums_MN), target, load(floats(scratch.sums_MN), target) + total)
