@@ -123,6 +123,9 @@ def _places(
     for row, (share, end) in enumerate(zip(shares, seq_lens, strict=True)):
         start = share.state.num_computed_tokens
         positions += range(start, end)
+        if start + 1 == end:  # as all are of a decode step
+            slots.append(block_tables_SM.item(row, start // block_size) * block_size + start % block_size)
+            continue
         while start < end:
             entry, offset = divmod(start, block_size)
             num_tokens = min(block_size - offset, end - start)

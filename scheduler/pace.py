@@ -27,8 +27,8 @@ class Pace:
     def max_num_prompt_tokens(self, num_generating_seqs: int, block_size: int) -> int | None:
         """Return how many tokens of prompts a step may have in which about so many sequences generate.
 
-        It is a block at least, whatever that takes, and enough to learn from: or what a few slow steps taught would
-        never be unlearned. None while nothing is known of what prompts take.
+        It is a block at least, whatever that takes, and enough to learn from: with fewer, what a few slow steps taught
+        would never be unlearned. None while nothing is known of what prompts take.
         """
         if not self._token_s:
             return None

@@ -168,8 +168,8 @@ class Scheduler:
 
         A sequence with one token to compute generates; one with more is a prompt, or is computed again. If some
         generate, all others together have at most `max_num_prompt_tokens` (1 at least), and leave those their token;
-        where much waits, a 24th of it, less what was cached when it came, since to keep it waiting would cost more than
-        it spares others.
+        where much waits, a 24th of what of it was not cached when it came, since to keep it waiting would cost more
+        than it spares others.
         """
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None

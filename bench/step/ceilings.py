@@ -1,6 +1,6 @@
 """What this machine can do at best: how fast it reads memory, how fast it multiplies. Measured, on all threads in use.
 
-Read bandwidth: 512 MiB of float32, far more than any cache of a core, are read once from start to end, by
+Read bandwidth: 512 MiB of float32, far more than any cache of a core, are read once, by
 `bench.step.reading` and by torch's sum, several times each; the fastest reading counts. Nothing is written.
 
 Product rate: a product of two square matrices, with a prepacked weight by oneDNN and without by torch's matmul, of some

@@ -48,7 +48,7 @@ class ModelDescription(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model over a paged KV cache: what the runner runs."""
+    """A causal language model over a paged KV cache: what the runner runs, in torch's inference mode."""
 
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""

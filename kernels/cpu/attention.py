@@ -22,16 +22,14 @@ from numba import prange
 from kernels.cpu.attention_tasks import (
     PARTITION,
     TASK_SIZE,
-    TOGETHER,
     Step,
-    choose_form,
     first_malformed,
+    num_pairs,
     padded_rows,
     plan,
     rows_of_head,
     state_stride,
     task_of,
-    total_work,
 )
 from kernels.cpu.attention_tiles import (
     TILE,
@@ -175,18 +173,20 @@ def _work_in_parallel(step, like, tasks, next_task, partials, num_workers):
 
 @routine()
 def merge_partials(step, like, tasks, partials):
-    """Write the output of every query whose partitions were computed apart."""
+    """Write the output of every query whose partitions are tasks of their own."""
     stride = state_stride(step)
     size = padded_rows(step) * stride
     memory = np.empty(size, np.float32)
     total = pointer(memory.ctypes.data, np.float32)
     for index in range(len(tasks)):
         task = task_of(tasks[index])
+        if task.part < 0:
+            continue
         num_rows = (task.end_kv_head - task.first_kv_head) * rows_of_head(step, task.num_queries)
         if task.part == 0:
             _clear(total, num_rows, stride)
         _merge(total, pointer(address_of(partials, index * size), np.float32), num_rows, stride)
-        if index + 1 == len(tasks) or task_of(tasks[index + 1]).part == 0:
+        if index + 1 == len(tasks) or task_of(tasks[index + 1]).part <= 0:
             _write_out(step, task, pointer(step.q, like), total)
     memory[0] = _ZERO  # it is in use until here
 
@@ -201,16 +201,17 @@ def paged_attention(like, addresses, sizes, scale, soft_cap, num_threads):
     malformed = first_malformed(step)
     if malformed >= 0:
         return malformed
-    num_workers = num_threads if total_work(step) >= LEAST_PARALLEL_WORK else 1
-    form, num_tasks = choose_form(step, num_workers)
+    work_in_all = num_pairs(step) * step.num_heads * (step.head_size + step.value_size)
+    num_workers = num_threads if work_in_all >= LEAST_PARALLEL_WORK else 1
+    num_tasks, num_parts = plan(step, np.empty((0, TASK_SIZE), np.int64), num_workers)
     tasks = np.empty((num_tasks, TASK_SIZE), np.int64)
-    plan(step, tasks, form)
-    partials = np.empty(num_tasks * padded_rows(step) * state_stride(step) if form != TOGETHER else 0, np.float32)
+    plan(step, tasks, num_workers)
+    partials = np.empty(num_tasks * padded_rows(step) * state_stride(step) if num_parts > 0 else 0, np.float32)
     next_task = np.zeros(1, np.int64)
     if num_workers > 1:
         _work_in_parallel(step, like, tasks, next_task, partials, num_workers)
     else:
         work(step, like, tasks, next_task, partials)
-    if form != TOGETHER:
+    if num_parts > 0:
         merge_partials(step, like, tasks, partials)
     return -1

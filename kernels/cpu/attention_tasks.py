@@ -17,11 +17,7 @@ from kernels.cpu.memory import pointer
 MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: what the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
 TARGET_ROWS = 36
-TASKS_PER_WORKER = 4
-
-# What a task is of a tile of queries. Key/value heads, which lie side by side in a block, are read together where there
-# are tasks enough: memory is then read from start to end, which its prefetchers follow.
-TOGETHER, IN_PARTITIONS, APART = 0, 1, 2  # some heads; some heads and one partition; one head and one partition
+TASKS_PER_WORKER = 3  # of equal work at least: what makes threads end together
 
 
 class Step(NamedTuple):
@@ -80,6 +76,7 @@ def queries_of_tile(step):
 
 @routine()
 def padded_rows(step):
+    """Return how many rows any task has at most."""
     return round_up(queries_of_tile(step) * (step.num_heads // step.num_kv_heads), MANY)
 
 
@@ -113,53 +110,45 @@ def first_malformed(step):
 
 
 @routine()
-def choose_form(step, num_workers):
-    """Return the form of the tasks, and their number: the first that gives enough for all workers, or the most."""
-    nothing = np.empty((0, TASK_SIZE), np.int64)
-    chosen, most = TOGETHER, plan(step, nothing, TOGETHER)
-    for form in (IN_PARTITIONS, APART):
-        if num_workers > 1 and most < TASKS_PER_WORKER * num_workers:
-            num_tasks = plan(step, nothing, form)
-            if num_tasks > most:
-                chosen, most = form, num_tasks
-    return chosen, most
+def plan(step, tasks, num_workers):
+    """Write the step's tasks into the rows of `tasks`; return their number, and how many do one of several partitions.
 
-
-@routine()
-def plan(step, tasks, form):
-    """Write the step's tasks into the rows of `tasks`; return their number. An empty `tasks` only counts.
-
-    Within a sequence the tiles with the longest context come first, so that threads end together.
+    An empty `tasks` only counts. Key/value heads, which lie side by side in a block, are one task where that is not too
+    much for one: memory is then read from start to end, which its prefetchers follow. What is too much is divided by
+    partitions, then by heads. Within a sequence the tiles with the longest context come first.
     """
     starts, seq_lens = pointer(step.cu_seqlens_q, np.int32), pointer(step.seq_lens, np.int32)
-    tile_queries = queries_of_tile(step)
-    num_tasks = 0
+    tile_queries, group = queries_of_tile(step), step.num_heads // step.num_kv_heads
+    most_pairs = num_pairs(step) * step.num_heads // (TASKS_PER_WORKER * num_workers if num_workers > 1 else 1)
+    num_tasks, num_parts = 0, 0
     for seq in range(step.num_seqs):
         num_queries = np.int64(starts[seq + 1] - starts[seq])
         num_computed = seq_lens[seq] - num_queries
-        num_parts_of_heads = step.num_kv_heads
-        if form != APART:
-            heads_at_once = max(1, padded_rows(step) // rows_of_head(step, max(1, min(num_queries, tile_queries))))
-            num_parts_of_heads = (step.num_kv_heads + heads_at_once - 1) // heads_at_once
-        for part_of_heads in range(num_parts_of_heads):
-            for first in range((num_queries - 1) // tile_queries * tile_queries, -1, -tile_queries):
-                count = min(tile_queries, num_queries - first)
-                first_partition = max(0, num_computed + first - step.window + 1) // PARTITION
-                end_partition = (num_computed + first + count - 1) // PARTITION + 1
-                num_parts = end_partition - first_partition if form != TOGETHER else 1
-                for part in range(num_parts):
-                    if len(tasks) > 0:
-                        tasks[num_tasks, 0] = seq
-                        tasks[num_tasks, 1] = step.num_kv_heads * part_of_heads // num_parts_of_heads
-                        tasks[num_tasks, 2] = step.num_kv_heads * (part_of_heads + 1) // num_parts_of_heads
-                        tasks[num_tasks, 3] = starts[seq] + first
-                        tasks[num_tasks, 4] = count
-                        tasks[num_tasks, 5] = num_computed + first
-                        tasks[num_tasks, 6] = first_partition + part
-                        tasks[num_tasks, 7] = first_partition + part + 1 if form != TOGETHER else end_partition
-                        tasks[num_tasks, 8] = part if form != TOGETHER else -1
-                    num_tasks += 1
-    return num_tasks
+        for first in range((num_queries - 1) // tile_queries * tile_queries, -1, -tile_queries):
+            count, position = min(tile_queries, num_queries - first), num_computed + first
+            first_partition = max(0, position - step.window + 1) // PARTITION
+            num_partitions = (position + count - 1) // PARTITION + 1 - first_partition
+            heads_at_once = padded_rows(step) // rows_of_head(step, count)
+            num_shares = (step.num_kv_heads + heads_at_once - 1) // heads_at_once  # of the heads
+            pairs_of_share = count * group * min(position + count, step.window) * step.num_kv_heads // num_shares
+            num_divided = num_partitions if pairs_of_share > most_pairs else 1
+            if pairs_of_share > most_pairs * num_divided:
+                num_shares = step.num_kv_heads
+            for task in range(num_shares * num_divided if len(tasks) > 0 else 0):
+                share, part = task // num_divided, task % num_divided
+                row = num_tasks + task
+                tasks[row, 0] = seq
+                tasks[row, 1] = step.num_kv_heads * share // num_shares
+                tasks[row, 2] = step.num_kv_heads * (share + 1) // num_shares
+                tasks[row, 3] = starts[seq] + first
+                tasks[row, 4] = count
+                tasks[row, 5] = position
+                tasks[row, 6] = first_partition + part
+                tasks[row, 7] = first_partition + (part + 1 if num_divided > 1 else num_partitions)
+                tasks[row, 8] = part if num_divided > 1 else -1
+            num_tasks += num_shares * num_divided
+            num_parts += num_shares * num_divided if num_divided > 1 else 0
+    return num_tasks, num_parts
 
 
 @routine()
@@ -168,10 +157,10 @@ def task_of(row):
 
 
 @routine()
-def total_work(step):
-    """Return about how many multiply-adds the step takes."""
+def num_pairs(step):
+    """Return about how many queries meet how many keys."""
     starts, seq_lens = pointer(step.cu_seqlens_q, np.int32), pointer(step.seq_lens, np.int32)
-    num_pairs = np.int64(0)
+    pairs = np.int64(0)
     for seq in range(step.num_seqs):
-        num_pairs += np.int64(starts[seq + 1] - starts[seq]) * min(seq_lens[seq], step.window)
-    return num_pairs * step.num_heads * (step.head_size + step.value_size)
+        pairs += np.int64(starts[seq + 1] - starts[seq]) * min(seq_lens[seq], step.window)
+    return pairs

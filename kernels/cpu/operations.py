@@ -22,7 +22,7 @@ from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
 from kernels.cpu import attention, panel_products, pointwise
-from kernels.cpu.attention_tasks import TASK_SIZE, TOGETHER, Step
+from kernels.cpu.attention_tasks import TASK_SIZE, Step
 from kernels.cpu.jit import IS_KEPT, SharedCache, routine
 from kernels.cpu.memory import pointer
 from kernels.cpu.panels import Product
@@ -57,7 +57,7 @@ class Shared(NamedTuple):
     tasks: int  # rows of TASK_SIZE
     partials: int
     num_partials: int
-    plans: int  # for each kind of attention its first task, their number and their form
+    plans: int  # for each kind of attention its first task, their number, and how many are parts
 
 
 class Operation:
@@ -272,7 +272,7 @@ def paged_attention(at, shared, number, num_threads, like):
     tasks = carray(pointer(s.tasks + 8 * TASK_SIZE * plan[0], np.int64), (plan[1], TASK_SIZE))
     partials = carray(pointer(s.partials, np.float32), s.num_partials)
     attention.work(step, kind, tasks, _counter(at), partials)
-    if plan[2] != TOGETHER:
+    if plan[2] > 0:
         meet(s.team, num_threads)
         if number == 0:
             attention.merge_partials(step, kind, tasks, partials)

@@ -28,7 +28,7 @@ from kernels.cpu.panels import (
 from kernels.cpu.simd import fma, shift_left_i32, splat, upper_halves, zeros
 
 FEW = 16  # rows, for which operands are not worth writing down
-PAIRED = 4  # rows beyond whole FLOAT_ROWS that are faster done in pairs
+PAIRED = FLOAT_ROWS * 2 // 3  # rows beyond whole FLOAT_ROWS that are faster done in pairs
 
 _ZERO = np.float32(0.0)
 
@@ -108,7 +108,7 @@ def _add_word(sums, words, at, x_low, x_high):
 
 
 @routine()
-def _multiply_row(product, panels, scratch):
+def _multiply_row_widened(product, panels, scratch):
     """Add the products of the only row with two panels to the sums of two rows, without writing operands down."""
     words, x = pointer(product.codes, np.float32), floats(scratch.x)
     for first in range(0, product.num_inputs, TILE):
@@ -238,4 +238,4 @@ def multiply_float_row(product, panels, scratch):
     if product.in_pairs:
         _multiply_row_in_pairs(product, panels, scratch)
     else:
-        _multiply_row(product, panels, scratch)
+        _multiply_row_widened(product, panels, scratch)

@@ -15,7 +15,7 @@ from kernels.cpu.panels import (
     PANEL,
     Product,
     clear_sums,
-    fetch,
+    fetch_first_words,
     first_word,
     load_group,
     load_rows,
@@ -57,9 +57,10 @@ def num_tasks_of(product, num_workers):
     """Return the number of tasks, and the number of chunks of panels, for as many threads."""
     num_blocks = (product.num_rows + BLOCK - 1) // BLOCK
     num_chunks = 1
-    if num_workers > 1:
-        tasks_per_worker = TASKS_PER_WORKER_OF_ROW if product.num_rows == 1 else TASKS_PER_WORKER
-        num_chunks = min(num_panels(product), (tasks_per_worker * num_workers + num_blocks - 1) // num_blocks)
+    if product.num_rows == 1 and num_workers > 1:
+        num_chunks = min((num_panels(product) + 1) // 2, TASKS_PER_WORKER_OF_ROW * num_workers)
+    elif num_workers > 1:
+        num_chunks = min(num_panels(product), (TASKS_PER_WORKER * num_workers + num_blocks - 1) // num_blocks)
     return num_blocks * num_chunks, num_chunks
 
 
@@ -116,7 +117,7 @@ def work(product, num_tasks, num_chunks, next_task):
         first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
         if first_row != loaded_row:
             for panel in (first, (first + end + 1) // 2):  # where the halves begin that a single row is multiplied with
-                fetch(product, panel)
+                fetch_first_words(product, panel)
             load_rows(product, first_row, num_rows, scratch)
             loaded_row = first_row
         if product.num_rows == 1:

@@ -1,6 +1,6 @@
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""Weights of 4, 8 or 16 bits in panels, and the product of some rows with one panel.
+"""Weights of 4, 8 or 16 bits in panels, and what rows that meet them are brought to.
 
 Outputs lie in panels of 32, as two vectors. A panel has words of 32 bits: one for each 8, 4 or 2 inputs and each
 output, the first input's code lowest. For each group of inputs there are 32 scales and, if there are any, 32 offsets;
@@ -14,9 +14,10 @@ products of a chunk are then added up in integers, exactly.
 One output of one row is always the same sequence of operations. Of integers: a chunk's sum, times the row's factor,
 times the scale, added to the chunks before with a fused multiply-add; then the sum of the row's inputs times the offset
 likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up; where
-the processor multiplies pairs of such numbers, the chain is of those. How
-many rows there are decides only where the operands stand meanwhile: in registers, made anew for every few rows, or,
-of bfloat16 and many rows, in a tile that stays in the first cache while all rows of a block pass by.
+the processor multiplies pairs of such numbers, the chain is of those. How many rows there are decides only where the
+operands stand meanwhile: in registers, made anew for every few rows, or, of bfloat16 and many rows, in a tile that
+stays in the first cache while all rows of a block pass by; and that a single row is multiplied with two panels at once.
+`kernels.cpu.panel_integers` and `panel_floats` have the products.
 
 M rows, N outputs, K inputs.
 """
@@ -281,7 +282,7 @@ def first_word(product, panel, k):
 
 
 @routine()
-def fetch(product, panel):
+def fetch_first_words(product, panel):
     """Ask memory for the beginning of a panel: it comes while something else is done."""
     words, at = pointer(product.codes, np.float32), first_word(product, panel, 0)
     for word in range(0, AHEAD_OF_ROW, CACHE_LINE):

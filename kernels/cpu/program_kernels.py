@@ -9,8 +9,6 @@ from numba import prange
 
 from kernels.cpu.attention_tasks import (
     TASK_SIZE,
-    TOGETHER,
-    choose_form,
     first_malformed,
     padded_rows,
     plan,
@@ -94,19 +92,19 @@ def _first_malformed(ops, kinds, shared):
 @routine()
 def _plan(ops, kinds, shared, num_threads):
     """Return the tasks of each kind of attention."""
-    plans = np.zeros((len(kinds), 3), np.int64)
+    plans, nothing = np.zeros((len(kinds), 3), np.int64), np.empty((0, TASK_SIZE), np.int64)
     num_tasks, num_partials = 0, 0
     for kind in range(len(kinds)):
         step = _step(ops, kinds, kind, shared)
-        form, count = choose_form(step, num_threads)
-        plans[kind, 0], plans[kind, 1], plans[kind, 2] = num_tasks, count, form
+        count, num_parts = plan(step, nothing, num_threads)
+        plans[kind, 0], plans[kind, 1], plans[kind, 2] = num_tasks, count, num_parts
         num_tasks += count
-        if form != TOGETHER:
+        if num_parts > 0:
             num_partials = max(num_partials, count * padded_rows(step) * state_stride(step))
     tasks = np.empty((num_tasks, TASK_SIZE), np.int64)
     for kind in range(len(kinds)):
-        first, count, form = plans[kind]
-        plan(_step(ops, kinds, kind, shared), tasks[first : first + count], form)
+        first, count, _ = plans[kind]
+        plan(_step(ops, kinds, kind, shared), tasks[first : first + count], num_threads)
     return Plans(tasks, plans, np.empty(num_partials, np.float32))
 
 

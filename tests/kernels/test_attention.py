@@ -130,6 +130,24 @@ def test_bits_of_a_long_single_step_do_not_depend_on_the_split(
         assert torch.equal(split[0], copy)
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_bits_of_steps_of_unequal_lengths_do_not_depend_on_how_they_are_divided(
+    window: int | None, two_threads: None
+) -> None:
+    lengths = [200, 40, 3_000, 1, 600, 200, 1_100]
+    sequences = random_sequences(lengths, 6, 3, 64, BFLOAT16)
+    steps = [(seq, length - 1, length) for seq, length in enumerate(lengths)]
+    chunk = (2, 1_000, 1_020)
+    divided = _attend_with(sequences, steps, 16, window)  # the longest contexts are too much for one task
+    beside_much = _attend_with(sequences, [*steps, chunk], 16, window)
+    cpu.set_num_threads(1)
+    for seq, step in enumerate(steps):
+        alone = _attend_with(sequences, [step], 16, window)[0]
+        assert torch.equal(divided[seq], alone)
+        assert torch.equal(beside_much[seq], alone)
+    assert torch.equal(_attend_with(sequences, [chunk], 16, window), beside_much[len(steps) :])
+
+
 def test_future_keys_and_values_take_no_part() -> None:
     sequences = random_sequences([40], 2, 1, 32, FLOAT32)
     before = _attend_with(sequences, [(0, 0, 40)], 16, None)
