@@ -501,7 +501,6 @@ class Scheduler:
     def _wait_again(self, sequence: Sequence) -> None:
         """Put a sequence that holds no block any more back among the waiting, with the tokens that it has."""
         sequence.is_running = False
-        sequence.num_missing_tokens = sequence.num_tokens
         sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.num_registered_blocks = 0
         sequence.needs_init = True
         self._forget_on_executor(sequence)

@@ -40,7 +40,7 @@ class Sequence:
     num_computed_tokens: int = field(init=False, default=0)  # whose KV exists
     num_planned_tokens: int = field(init=False, default=0)  # whose KV exists once the steps in flight are done
     num_cached_tokens: int = field(init=False, default=0)  # of the prompt, found at first admission
-    # Of one that waits: what the prefix cache lacked when it came; all of its tokens, if it ran before.
+    # Tokens that the prefix cache lacked when it came; all of them, once the executor was lost.
     num_missing_tokens: int = field(init=False, default=0)
     block_table: "array[int]" = field(init=False, default_factory=no_ids)
     packed_block_table: bytes = field(init=False, default=b"")  # the same, as int32

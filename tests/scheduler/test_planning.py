@@ -114,6 +114,24 @@ def test_what_is_cached_of_prompts_that_wait_makes_no_pieces_larger() -> None:
     driver.assert_complete()
 
 
+def test_what_was_cached_of_prompts_that_wait_counts_again_once_the_executor_is_lost() -> None:
+    """54 tokens of one prompt are left and three of 66 wait: a 24th is 10; it was 3 if 60 of each were still known."""
+    driver = SchedulerDriver(200, max_num_seqs=5, max_num_batched_tokens=16, max_num_prompt_tokens=2)
+    driver.start(0, range(60), max_tokens=1)
+    driver.run()
+    driver.start(1, [1, 2, 3], max_tokens=40)
+    driver.step()
+    for seq_id in range(2, 6):
+        driver.start(seq_id, [*range(60), *range(60 + 6 * seq_id, 66 + 6 * seq_id)], max_tokens=1)
+    driver.reset(200)
+    driver.step()
+    assert nums_tokens(driver.steps[-1]) == {1: 4, 2: 12}
+    driver.step()
+    assert nums_tokens(driver.steps[-1]) == {1: 1, 2: 10}
+    driver.run()
+    driver.assert_complete()
+
+
 def test_a_prompt_of_a_better_priority_leaves_those_that_generate_their_token() -> None:
     driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=8, max_num_prompt_tokens=100)
     for seq_id in range(3):
