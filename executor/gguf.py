@@ -14,6 +14,7 @@ from executor.quantization.groups import whole_groups
 from executor.shards import Shard
 from kernels.groupwise import GroupwiseWeight
 from protocol.gguf_index import GGUF_FILE, GGUF_INDEX, GGUF_TYPES, GGUFIndex, GGUFTensor
+from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -92,11 +93,11 @@ def read_index(directory: Path) -> GGUFIndex:
     """Return a directory's index. Raises ValueError if the file beside it is missing or another one."""
     path, index_path = directory / GGUF_FILE, directory / GGUF_INDEX
     try:
-        index = msgspec.json.decode(index_path.read_bytes(), type=GGUFIndex)
+        index = msgspec.json.decode(read_bounded(index_path, LARGEST_LIST_BYTES), type=GGUFIndex)
         with path.open("rb") as file:
             header = file.read(index.header_bytes)
         size_bytes = path.stat().st_size
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"{index_path} is not an index of a GGUF file: {error}") from None
     except FileNotFoundError as error:
         raise ValueError(f"{error.filename} is missing: resolve the .gguf file again") from None

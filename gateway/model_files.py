@@ -12,6 +12,7 @@ from msgspec import Meta
 from gateway.chat_template import ChatTemplate
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
+from protocol.model_json import read_bounded
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -128,7 +129,7 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
     """Return the model's template, from where transformers would take it; of several, the one named default."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _template_text(path)
     template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     if isinstance(template, list):
         template = {entry.get("name"): entry.get("template", 0) for entry in template if isinstance(entry, dict)}
@@ -137,6 +138,13 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
     if template is not None and not isinstance(template, str):
         raise ValueError(f"the chat template in {directory} is not text")
     return template
+
+
+def _template_text(path: Path) -> str:
+    try:
+        return read_bounded(path).decode()
+    except ValueError as error:
+        raise ValueError(f"{path} is no chat template: {error}. Download the model again") from None
 
 
 def _positive_int(content: Mapping[str, Any], name: str, path: Path) -> int | None:
@@ -153,8 +161,8 @@ def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
             raise ValueError(f"{path} does not exist")
         return {}
     try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
+        content = json.loads(read_bounded(path))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}. Download the model again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a JSON object")

@@ -14,6 +14,7 @@ import tokenizers
 from gateway.byte_level import BYTES_OF_CHARACTERS
 from gateway.chat_template import RenderedChat
 from gateway.detokenizer import Detokenizer
+from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
 
 NUM_THREADS = 4
 
@@ -149,7 +150,10 @@ class _Described(msgspec.Struct):
 def _read(path: Path) -> bytes:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: the model's directory needs a tokenizer.json")
-    return path.read_bytes()
+    try:
+        return read_bounded(path, LARGEST_LIST_BYTES)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be used: {error}. Download the model again") from None
 
 
 def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+from protocol.model_json import read_bounded
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -12,7 +13,7 @@ def read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_bounded(path))
     except (ValueError, OSError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}. Download the model again.") from error
     if not isinstance(content, dict):

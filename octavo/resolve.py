@@ -8,8 +8,10 @@ from pathlib import Path
 from octavo.cache import build_once, models_directory
 from octavo.checkpoint import require_checkpoint
 from octavo.convert import link_gguf
+from octavo.convert.header import MAGIC
 from octavo.demo import DEMO_NAME, demo_gguf, expanded_demo, present_demo_gguf, present_expanded_demo
 from octavo.errors import ModelError
+from octavo.file_kinds import what_instead
 from octavo.hub import download_settings, download_snapshot
 from octavo.modelscope import download_from_modelscope
 from octavo.tokenizer import with_tokenizer_json
@@ -130,16 +132,26 @@ def _looks_like_a_path(model: str) -> bool:
 
 def _gguf_directory(path: Path) -> Path:
     """The directory through which the file `path` is read, made once for each state of the file."""
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ModelError(
-                f"{path} is a file, but not a GGUF file. To serve safetensors, give the directory it is in."
-            )
+    _require_gguf(path)
     source = path.resolve()
     status = source.stat()
     state = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
     target = models_directory() / f"{path.stem}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
     return build_once(target, lambda partial: _describe_gguf(source, partial))
+
+
+def _require_gguf(path: Path) -> None:
+    """Raise ModelError, which names what the file is instead, unless it begins as a GGUF file."""
+    try:
+        instead = what_instead(path) if path.suffix == ".gguf" else ""
+        with path.open("rb") as file:
+            begins_as_one = file.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}. Make it readable for this user.") from None
+    if instead:
+        raise ModelError(f"{path} {instead}.")
+    if not begins_as_one:
+        raise ModelError(f"{path} is a file, but not a GGUF file. To serve safetensors, give the directory it is in.")
 
 
 def _describe_gguf(source: Path, partial: Path) -> None:

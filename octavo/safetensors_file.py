@@ -4,9 +4,10 @@ from pathlib import Path
 
 import msgspec
 
+from octavo.file_kinds import what_instead
+
 LENGTH_BYTES = 8  # of the header's length, before it
 LARGEST_HEADER_BYTES = 100_000_000  # which the format allows
-LFS_POINTER = b"version https://git-lfs"
 
 
 class _Tensor(msgspec.Struct):
@@ -15,13 +16,11 @@ class _Tensor(msgspec.Struct):
 
 def damage(path: Path) -> str:
     """Return what is wrong with a file and what to do, nothing if it seems whole. Raises OSError."""
+    if instead := what_instead(path):
+        return instead
     size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(len(LFS_POINTER))
-        if start == LFS_POINTER:
-            return "is only a pointer of Git LFS. Run `git lfs pull` in its directory"
-        file.seek(LENGTH_BYTES)
-        header_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
+        header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")
         if size < LENGTH_BYTES or header_bytes > min(size - LENGTH_BYTES, LARGEST_HEADER_BYTES):
             return f"is damaged or incomplete: it has {size:,} bytes, less than its header. Download it again"
         header = file.read(header_bytes)

@@ -5,7 +5,11 @@ the executor maps the file by it. The directory of a model that is read from a G
 a config.json whose `quantization_config` has the `quant_method` "gguf".
 """
 
+from typing import Annotated
+
 import msgspec
+
+from protocol.model_json import LARGEST_LIST_BYTES
 
 GGUF_FILE = "model.gguf"
 GGUF_INDEX = "model.gguf.index.json"
@@ -25,17 +29,23 @@ GGUF_TYPES = {
 }
 
 
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+
+
 class GGUFTensor(msgspec.Struct, frozen=True, kw_only=True):
     type: str
-    shape: list[int]  # as in a checkpoint: outputs first
-    offset_bytes: int  # from the start of the file
+    shape: list[Size]  # as in a checkpoint: outputs first
+    offset_bytes: Bytes  # from the start of the file
     # llama.cpp stores the rows of q and k of a Llama in another order: so many heads, in each of which what is rotated
     # together lies side by side
-    interleaved_heads: int | None = None
+    interleaved_heads: Size | None = None
 
 
 class GGUFIndex(msgspec.Struct, frozen=True, kw_only=True):
-    file_bytes: int
-    header_bytes: int  # what comes before the first tensor's data
+    file_bytes: Bytes
+    header_bytes: Annotated[
+        int, msgspec.Meta(ge=0, le=2 * LARGEST_LIST_BYTES)
+    ]  # what comes before the first tensor's data
     header_sha256: str
     tensors: dict[str, GGUFTensor]  # by the checkpoint's names

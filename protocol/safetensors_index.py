@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
+
 INDEX_FILE = "model.safetensors.index.json"
 LONGEST_NAME = 255  # bytes, of a file on Linux
 
@@ -19,7 +21,9 @@ def indexed_files(index: Path) -> list[str]:
     have written, is not to reach for the rest of the disk.
     """
     try:
-        names = sorted(set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()))
+        names = sorted(
+            set(msgspec.json.decode(read_bounded(index, LARGEST_LIST_BYTES), type=_Index).weight_map.values())
+        )
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{index} is not an index of safetensors: {error}") from None
     for name in names:

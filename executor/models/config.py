@@ -13,6 +13,7 @@ from executor.memory import KVShape
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope, rotary_frequencies
 from executor.quantization import Quantization, read_quantization
+from protocol.model_json import read_bounded
 
 # What a tensor can have along a dimension, and more layers than any model: beyond, a file is damaged or a trap.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -144,7 +145,7 @@ def read_architecture(directory: Path) -> str:
     """Return the name of a checkpoint directory's architecture. Raises ValueError if it does not name one."""
     path = directory / "config.json"
     try:
-        architectures = msgspec.json.decode(path.read_bytes(), type=_Architectures).architectures
+        architectures = msgspec.json.decode(read_bounded(path), type=_Architectures).architectures
         if len(architectures) != 1:
             raise ValueError(f"architectures names {len(architectures)} of them; one is needed")
     except FileNotFoundError:
@@ -164,7 +165,7 @@ def read_native_config(directory: Path, architecture: str) -> ModelConfig:
     path = directory / "config.json"
     try:
         row = ARCHITECTURES[architecture]
-        keys: dict[str, Any] = msgspec.json.decode(path.read_bytes())
+        keys: dict[str, Any] = msgspec.json.decode(read_bounded(path))
         keys, traits = row.translate(keys) if row.translate else (keys, Traits())
         checkpoint = msgspec.convert(keys, _Checkpoint)
         quantization = read_quantization(directory, checkpoint.quantization_config)

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from protocol.model_json import read_bounded
+
 # Files that tools wrote before config.json had a quantization_config.
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 OLD_AWQ_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
@@ -75,7 +77,7 @@ def read_quantization(directory: Path, written: dict[str, Any] | None) -> Quanti
         path = directory / name
         if path.is_file():
             try:
-                return _parse({"quant_method": method} | msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
+                return _parse({"quant_method": method} | msgspec.json.decode(read_bounded(path), type=dict[str, Any]))
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None
     return None

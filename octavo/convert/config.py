@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from octavo.convert.metadata import Count, GGUFFile, Positive
+from octavo.convert.weights import read_tensor
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _vocab_size(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no embedding (token_embd.weight): it is not a whole language model.")
-    return int(embedding.shape[1])
+    return embedding.shape[0]
 
 
 def _num_layers(file: GGUFFile) -> int:
@@ -94,7 +95,7 @@ def _llama3_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any]:
     """Llama 3's parameters, recovered from the factors and proven by computing the factors again."""
     import numpy as np
 
-    stored = np.array(file.tensors["rope_freqs.weight"].data, dtype=np.float64)
+    stored = read_tensor(file.path, file.tensors["rope_freqs.weight"]).astype(np.float64)
     factor = float(stored.max(initial=1.0))
     theta = file.get(f"{file.architecture}.rope.freq_base", Positive, 10000.0)
     expected = _llama3_factors(factor, theta, head_dim)

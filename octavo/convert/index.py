@@ -13,18 +13,18 @@ PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 def computing_dtype(file: GGUFFile) -> str:
     """The dtype for config.json: that of weights which are not quantized."""
-    return PLAIN_DTYPES.get(file.tensors["token_embd.weight"].tensor_type.name, "bfloat16")
+    return PLAIN_DTYPES.get(file.tensors["token_embd.weight"].type, "bfloat16")
 
 
 def build_index(file: GGUFFile, weights: list[Weight]) -> GGUFIndex:
     """The index of `weights`. Raises ModelError if one has a type that cannot be run."""
     for weight in weights:
-        if (kind := weight.source.tensor_type.name) not in GGUF_TYPES:
+        if (kind := weight.source.type) not in GGUF_TYPES:
             raise ModelError(
                 f"{file.path} stores {weight.source.name} as {kind}, which is not supported; supported: "
                 f"{', '.join(GGUF_TYPES)}. Choose a file of another type, such as Q4_K_M or Q8_0."
             )
-    header_bytes = min(int(weight.source.data_offset) for weight in weights)
+    header_bytes = min(weight.source.offset_bytes for weight in weights)
     with file.path.open("rb") as opened:
         header = opened.read(header_bytes)
     return GGUFIndex(
@@ -37,8 +37,8 @@ def build_index(file: GGUFFile, weights: list[Weight]) -> GGUFIndex:
 
 def _tensor(weight: Weight) -> GGUFTensor:
     return GGUFTensor(
-        type=weight.source.tensor_type.name,
+        type=weight.source.type,
         shape=list(weight.shape),
-        offset_bytes=int(weight.source.data_offset),
+        offset_bytes=weight.source.offset_bytes,
         interleaved_heads=weight.interleaved_heads,
     )

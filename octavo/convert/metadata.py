@@ -6,11 +6,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from octavo.convert.header import read_header
 from octavo.errors import ModelError
 
 logger = logging.getLogger(__name__)
-
-MAGIC = b"GGUF"
 
 # What a value has to be: whoever wrote the file may have been a stranger.
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -18,22 +17,13 @@ Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
 
 class GGUFFile:
-    """A GGUF file, mapped: metadata by key and tensors by name. Raises ModelError if it is not a whole one."""
+    """A GGUF file's metadata by key and tensors by name. Raises ModelError if it is not a whole one."""
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
         self.path = path
-        try:
-            reader = GGUFReader(path)
-        except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
-            raise ModelError(_cause(path)) from error
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
-        if reader.byte_order != "I":
-            raise ModelError(f"{path} is a GGUF file for machines of the other byte order.")
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._fields = reader.fields
+        header = read_header(path)
+        self.tensors = header.tensors
+        self._values = header.values
         if self.get("split.count", int, 1) > 1:
             raise ModelError(
                 f"{path} is one part of a split GGUF file. Join the parts first: "
@@ -43,13 +33,11 @@ class GGUFFile:
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
         """The value of a metadata key, of the type `kind`. Raises ModelError if it is there and is none of those."""
-        field = self._fields.get(key)
-        if field is None:
+        if key not in self._values:
             return default
         try:
-            value = field.contents()
-            return msgspec.convert(shortest_float(value) if isinstance(value, float) else value, kind)
-        except (ValueError, IndexError) as error:
+            return msgspec.convert(_decoded(self._values[key]), kind)
+        except ValueError as error:
             raise ModelError(f"{self.path} has a GGUF key {key!r} that cannot be used: {error}.") from error
 
     def require(self, key: str, kind: Any) -> Any:
@@ -66,29 +54,16 @@ class GGUFFile:
         """
         key = f"tokenizer.ggml.{name}_token_id"
         token_id: int | None = self.get(key, int)
-        tokens = self._fields.get("tokenizer.ggml.tokens")
-        num_tokens = 0 if tokens is None else len(tokens.data)
+        tokens = self._values.get("tokenizer.ggml.tokens")
+        num_tokens = len(tokens) if isinstance(tokens, list) else 0
         if token_id is not None and not 0 <= token_id < num_tokens:
             logger.warning("%s: %s is %d, but there are %d tokens: not used", self.path, key, token_id, num_tokens)
             return None
         return token_id
 
 
-def _cause(path: Path) -> str:
-    """Return why a file cannot be read as a GGUF file, and what helps: a reader speaks of arrays."""
-    with path.open("rb") as file:
-        magic, version = file.read(4), int.from_bytes(file.read(4), "little")
-    if version == 1 and magic == MAGIC:
-        return f"{path} is of version 1 of the GGUF format, which is not read. Take a newer file of the model."
-    if magic == MAGIC:
-        cause = f"its {path.stat().st_size} bytes end before what its header announces, or are damaged"
-    else:
-        cause = "it does not begin as one"
-    return f"{path} is not a whole GGUF file: {cause}. Download it again."
-
-
-def shortest_float(value: float) -> float:
-    """The number that was meant by a float32 which was widened: 9.999999747378752e-06 is 1e-05."""
-    import numpy as np
-
-    return float(str(np.float32(value)))
+def _decoded(value: Any) -> Any:
+    """Return a value with its strings as text. Raises ValueError if one is not UTF-8."""
+    if isinstance(value, list):
+        return [_decoded(element) for element in value] if value and isinstance(value[0], bytes) else value
+    return value.decode() if isinstance(value, bytes) else value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from octavo.convert.header import StoredTensor
 from octavo.convert.metadata import GGUFFile
 from octavo.errors import ModelError
 
@@ -34,11 +35,12 @@ NUM_BYTES_BF16 = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor on its way: `name` and `shape` as in the checkpoint, `source` as read by gguf."""
+    """One tensor on its way: `name` and `shape` as in the checkpoint, `source` as it lies in `file`."""
 
     name: str
     shape: tuple[int, ...]
-    source: Any
+    source: StoredTensor
+    file: Path
     interleaved_heads: int | None  # llama.cpp stores each head's rows of Llama's q and k in another order
 
     @property
@@ -47,9 +49,7 @@ class Weight:
 
     def read(self) -> "np.ndarray":
         """The values, float32 `[*shape]`."""
-        from gguf import dequantize
-
-        values = dequantize(self.source.data, self.source.tensor_type).reshape(self.shape)
+        values = read_tensor(self.file, self.source)
         return values if self.interleaved_heads is None else deinterleave(values, self.interleaved_heads)
 
 
@@ -99,6 +99,17 @@ def deinterleave(rows: "np.ndarray", num_heads: int) -> "np.ndarray":
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
+def read_tensor(path: Path, tensor: StoredTensor) -> "np.ndarray":
+    """The values of a GGUF file's tensor, float32 `[*shape]`."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, dequantize
+
+    rows = math.prod(tensor.shape[:-1]), tensor.num_bytes // math.prod(tensor.shape[:-1])
+    stored = np.memmap(path, mode="r", offset=tensor.offset_bytes, shape=rows)
+    values: np.ndarray = dequantize(stored, GGMLQuantizationType[tensor.type]).reshape(tensor.shape)
+    return values
+
+
 def _checkpoint_names(config: dict[str, Any]) -> dict[str, str]:
     """GGUF name -> checkpoint name of every tensor that a model of this configuration has."""
     outer = dict(OUTER)
@@ -129,8 +140,7 @@ def _interleaved_heads(architecture: str, config: dict[str, Any]) -> dict[str, i
 
 def _plan(file: GGUFFile, gguf_name: str, name: str, heads: dict[str, int]) -> Weight:
     source = file.tensors[gguf_name]
-    shape = tuple(int(size) for size in reversed(source.shape))
-    return Weight(name, shape, source, heads.get(gguf_name.split(".")[-2]))
+    return Weight(name, source.shape, source, file.path, heads.get(gguf_name.split(".")[-2]))
 
 
 def _header(weights: list[Weight]) -> bytes:

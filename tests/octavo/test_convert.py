@@ -204,8 +204,9 @@ def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is not a whole GGUF file: it does not begin as one. Download it again."),
-        (b"<html>", "is not a whole GGUF file: it does not begin as one. Download it again."),
+        (b"", "is empty. Download it again."),
+        (b"<html>", "is a web page (HTML), and not what should have been downloaded. Download it again."),
+        (b"none", "is not a whole GGUF file: it does not begin as one. Download it again."),
         (b"GGUF", "is not a whole GGUF file: its 4 bytes end before what its header announces, or are damaged."),
         (b"GGUF\1\0\0\0" + bytes(16), "is of version 1 of the GGUF format, which is not read."),
     ],

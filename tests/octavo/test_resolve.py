@@ -111,7 +111,9 @@ def test_code_is_not_needed_for_an_architecture_that_is_known(checkpoint: Path) 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is damaged or incomplete: it has 0 bytes"),
+        (b"", "is empty. Download it again"),
+        (b"\0" * 100, "begins with nothing but zeros: its download has not ended"),
+        (b"<!DOCTYPE html><title>404", "is a web page (HTML), and not what should have been downloaded"),
         (b"\xff" * 100, "is damaged or incomplete: it has 100 bytes, less than its header"),
         ((4).to_bytes(8, "little") + b"none", "its header is not that of a safetensors file"),
         (
@@ -217,3 +219,23 @@ def test_a_gguf_file_that_changed_is_another_model(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_gguf_is_refused(checkpoint: Path) -> None:
     assert "not a GGUF file" in refusal(str(checkpoint / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Run `git lfs pull` in its directory"),
+        (b"", "is empty. Download it again."),
+        (b"\n<!DOCTYPE html>\n<title>Sign in", "is a web page (HTML), and not what should have been downloaded."),
+        (b"<?xml version='1.0'?><Error><Code>AccessDenied", "is a server's message (XML)"),
+        (b'{"error": "Invalid username or password."}', "is a text (JSON), and not what should have been downloaded."),
+        (b"\0" * 4096, "begins with nothing but zeros: its download has not ended. Download it again."),
+        (b"PK\3\4", "is a file, but not a GGUF file. To serve safetensors, give the directory it is in."),
+    ],
+)
+def test_a_broken_download_of_a_gguf_file_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    message = refusal(str(path))
+    assert str(path) in message
+    assert said in message
