@@ -109,7 +109,7 @@ class WholeModel:
 
     def _first_step(self, num_seqs: int, num_tokens: int) -> Step:
         prompt = pack_ids(self._token_id(i) for i in range(num_tokens))
-        begin, tables = SequenceInit(SAMPLING, prompt), self._tables(num_seqs, num_tokens)
+        begin, tables = SequenceInit(SAMPLING, num_tokens), self._tables(num_seqs, num_tokens)
         return Step("", "", 1, [SequenceStep(i, 0, prompt, (table,), True, begin) for i, table in enumerate(tables)])
 
     def _launch(self, num_seqs: int, position: int) -> Launched:
@@ -161,7 +161,7 @@ def logits_error(sizes: Sizes, backend: Backend, reference: Backend, device: tor
 @torch.inference_mode()
 def forward(runner: ModelRunner, token_ids: list[int], start: int, tables: list[bytes]) -> Tensor:
     """Return a copy of hidden_TE for the tokens from `start` on, of one sequence a block table."""
-    begin = SequenceInit(SAMPLING, pack_ids(token_ids))
+    begin = SequenceInit(SAMPLING, len(token_ids))
     part = pack_ids(token_ids[start:])
     shares = [Share(SequenceState.from_init(begin, start), part, table, sample=True) for table in tables]
     return runner.forward(shares).clone()

@@ -111,7 +111,7 @@ class ModelRunner:
         ends = list(accumulate(share.num_tokens for share in shares))
         prompt_slices = [
             self._prompt_logprobs(hidden_TE[end - share.num_tokens : end], share)
-            if share.state.needs_prompt_logprobs
+            if share.state.prompt_token_ids
             else []
             for share, end in zip(shares, ends, strict=True)
         ]
@@ -203,7 +203,7 @@ class ModelRunner:
         """
         state = share.state
         first = state.num_computed_tokens + 1
-        targets = np.array(state.token_ids[first : min(first + share.num_tokens, state.num_prompt_tokens)], np.int64)
+        targets = np.array(state.prompt_token_ids[first : first + share.num_tokens], np.int64)
         starts = range(0, len(targets), PROMPT_LOGPROB_ROWS)
         slices = [self._prompt_slice(hidden_TE[s:], targets[s : s + PROMPT_LOGPROB_ROWS], state) for s in starts]
         return [part for part in slices if part is not None]

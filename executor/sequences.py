@@ -1,7 +1,7 @@
 """Soft state: what the executor remembers of a sequence between steps, always rebuildable from a SequenceInit."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,14 +37,16 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence: its tokens, and for how many of them the KV cache is computed."""
+    """One sequence: how many tokens it has, those that came with its shares, and how many have KV in the cache."""
 
     sampling: SamplingParams
     num_prompt_tokens: int
-    token_ids: "array[int]"  # prompt, then output, as far as the host knows it
+    num_known_tokens: int  # prompt and output, less what is pending
+    first_token_index: int  # of `token_ids`: what was in the cache before has no share
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
-    needs_prompt_logprobs: bool
+    prompt_token_ids: "array[int]"  # empty unless log probabilities of the prompt are wanted
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_pending_tokens: int = 0  # sampled, and known to the device alone
     pending_row: int | None = None  # of the last one of these, among what its step sampled
 
@@ -56,20 +58,19 @@ class SequenceState:
         """
         if init.grammar or init.adapter:
             raise ValueError(f"this executor has no {'grammars' if init.grammar else 'adapters'}")
-        prompt, output = unpack_ids(init.prompt_token_ids), unpack_ids(init.output_token_ids)
         return cls(
             sampling=init.sampling,
-            num_prompt_tokens=len(prompt),
-            token_ids=prompt + output,
+            num_prompt_tokens=init.num_prompt_tokens,
+            num_known_tokens=init.num_prompt_tokens + init.num_output_tokens,
+            first_token_index=num_computed_tokens,
             num_computed_tokens=num_computed_tokens,
-            counts=_count(init.sampling, prompt, output),
-            # They go out with the first output token: a sequence that has one has delivered them.
-            needs_prompt_logprobs=init.sampling.num_prompt_logprobs is not None and not output,
+            counts=_count(init) if init.sampling.has_penalties else None,
+            prompt_token_ids=unpack_ids(init.prompt_token_ids),
         )
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids) + self.num_pending_tokens
+        return self.num_known_tokens + self.num_pending_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -82,11 +83,11 @@ class SequenceState:
         """
         if self.pending_row is None:
             return False
-        names_it = share.num_computed_tokens + len(share.token_ids) // 4 > len(self.token_ids)
+        names_it = share.num_computed_tokens + len(share.token_ids) // 4 > self.num_known_tokens
         return (bool(share.token_ids) and names_it) or (self.counts is not None and share.sample)
 
     def share_token_ids(self, share: SequenceStep) -> "array[int] | None":
-        """Return the tokens that `share` computes, or None if it does not continue this state.
+        """Return the tokens that `share` computes, and learn them; None if it does not continue this state.
 
         PENDING stands for the token that only the device knows.
         """
@@ -97,12 +98,13 @@ class SequenceState:
             return array("i", [PENDING]) if start + 1 == length else None
         token_ids = unpack_ids(share.token_ids) or self.token_ids[-1:]
         end = start + len(token_ids)
-        if (
-            not token_ids
-            or (end < length and (share.sample or not share.token_ids))
-            or token_ids != self.token_ids[start:end]
-        ):
+        if not token_ids or end > self.num_known_tokens or (end < length and (share.sample or not share.token_ids)):
             return None
+        first = start - self.first_token_index
+        known = self.token_ids[first : first + len(token_ids)]
+        if known != token_ids[: len(known)]:
+            return None
+        self.token_ids += token_ids[len(known) :]
         return token_ids
 
     def sampled(self, row: int) -> None:
@@ -115,19 +117,16 @@ class SequenceState:
         self.num_pending_tokens -= 1
         if not self.num_pending_tokens:
             self.pending_row = None
+        self.num_known_tokens += 1
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
 
 
-def _count(sampling: SamplingParams, prompt: "array[int]", output: "array[int]") -> TokenCounts | None:
-    repetition = sampling.repetition_penalty != 1.0
-    if not (repetition or sampling.presence_penalty or sampling.frequency_penalty):
-        return None
+def _count(init: SequenceInit) -> TokenCounts:
     counts = TokenCounts()
-    if repetition:
-        for token_id in prompt:
-            counts.add(token_id, 0)
-    for token_id in output:
+    for token_id in unpack_ids(init.distinct_prompt_token_ids):
+        counts.add(token_id, 0)
+    for token_id in unpack_ids(init.output_token_ids):
         counts.add(token_id)
     return counts

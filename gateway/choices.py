@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from gateway.delta import Delta, Whole
-from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Prompt, Refused, Unavailable
 from gateway.errors import RequestError, overloaded, unavailable
 from gateway.metrics import Metrics, Observation
 from gateway.openai_responses import PromptTokensDetails, Usage
@@ -30,7 +30,7 @@ class Choices:
         self._observations = observations
         # The prompt of n choices counts once, and so does what the first of them found in the cache.
         self._counted = range(0, len(generations), n)
-        self._num_prompt_tokens = sum(len(requests[index].prompt_token_ids) for index in self._counted)
+        self._num_prompt_tokens = sum(len(requests[index].prompt.token_ids) for index in self._counted)
         self._num_cached_tokens = 0
         self._num_completion_tokens = 0
 
@@ -53,7 +53,7 @@ class Choices:
         for _ in range(0, len(requests), n):
             metrics.params_n.observe(n)
         observations = [
-            Observation(metrics, arrived_s, len(request.prompt_token_ids), request.sampling.max_tokens)
+            Observation(metrics, arrived_s, len(request.prompt.token_ids), request.sampling.max_tokens)
             for request in requests
         ]
         return cls(generations, requests, observations, n)
@@ -108,10 +108,11 @@ def generation_requests(
 ) -> list[GenerationRequest]:
     """Return what to start for the choices of a request, n a prompt, in the order of their indexes."""
     n = body.n or 1
+    shared = [Prompt.of(f"{response_id}-{index}", token_ids) for index, token_ids in enumerate(prompts)]
     return [
         GenerationRequest(
             request_id=f"{response_id}-{index * n + choice}",
-            prompt_token_ids=token_ids,
+            prompt=prompt,
             sampling=for_choice(sampling, choice),
             stop=stop_strings(body),
             include_stop_str_in_output=bool(body.include_stop_str_in_output),
@@ -119,7 +120,7 @@ def generation_requests(
             tenant=tenant,
             cache_salt=body.cache_salt or "",
         )
-        for index, (token_ids, sampling) in enumerate(zip(prompts, samplings, strict=True))
+        for index, (prompt, sampling) in enumerate(zip(shared, samplings, strict=True))
         for choice in range(n)
     ]
 

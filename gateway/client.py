@@ -29,7 +29,8 @@ class SchedulerClient:
 
     def __init__(self, address: str, *, peer_timeout_s: float = 10.0) -> None:
         self.address, self._peer_timeout_s = address, peer_timeout_s
-        self._in_flight = InFlight(new_identity())
+        self._gateway_id = new_identity()  # the scheduler goes by it: whatever comes of a connection, it stays
+        self._in_flight = InFlight(self._gateway_id)
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -61,7 +62,7 @@ class SchedulerClient:
         self._socket = self._context.socket(zmq.DEALER)
         # Nothing waits in a queue for a scheduler that is not there: the next one would get stale news.
         self._socket.set(zmq.IMMEDIATE, 1)
-        connect_dealer(cast("zmq.Socket[bytes]", self._socket), self.address, new_identity())
+        connect_dealer(cast("zmq.Socket[bytes]", self._socket), self.address, self._gateway_id)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -83,7 +84,7 @@ class SchedulerClient:
 
     def submit(self, submit: Submit, deliver: Callable[[Event], None]) -> None:
         """Send a request whose events go to `deliver`, in order, in the event loop."""
-        self._send(self._in_flight.submit(submit, deliver, time.monotonic()))
+        self._send(self._in_flight.submit(submit, deliver))
 
     def abandon(self, request_id: str, *, stopped: bool = False) -> None:
         """Abort a request unless it ended, and deliver no more of it; `stopped` if its client has all of it."""

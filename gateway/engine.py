@@ -21,6 +21,7 @@ __all__ = [
     "Generation",
     "GenerationRequest",
     "Overloaded",
+    "Prompt",
     "Refused",
     "TokenLogprob",
     "Unavailable",
@@ -51,12 +52,25 @@ class Unavailable(Exception):  # noqa: N818  (what the scheduler answered)
         self.reason = reason
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """The tokens that the choices of one request begin with. `prompt_id` is unique over the life of the gateway."""
+
+    prompt_id: str
+    token_ids: list[int]
+    packed: bytes  # the same, as int32
+
+    @classmethod
+    def of(cls, prompt_id: str, token_ids: list[int]) -> "Prompt":
+        return cls(prompt_id, token_ids, pack_ids(token_ids))
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One sequence to generate: n choices are n requests. `request_id` is unique over the life of the gateway."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt: Prompt
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -182,7 +196,7 @@ class Engine:
         stream = TextStream(
             self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
             request.sampling,
-            request.prompt_token_ids,
+            request.prompt.token_ids,
             request.stop,
             request.include_stop_str_in_output,
         )
@@ -211,9 +225,10 @@ def _submit(request: GenerationRequest) -> Submit:
     return Submit(
         request.request_id,
         hello_seq=0,  # the client fills it in
-        prompt_token_ids=pack_ids(request.prompt_token_ids),
+        prompt_token_ids=request.prompt.packed,
         sampling=request.sampling,
         tenant=request.tenant,
         priority=request.priority,
         cache_salt=request.cache_salt,
+        prompt_id=request.prompt.prompt_id,
     )

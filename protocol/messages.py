@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from protocol.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 def _decoder(union: Any) -> Callable[[bytes], Any]:
@@ -106,9 +106,10 @@ class Hello(Message, frozen=True):
     """
 
     protocol_version: int
-    gateway_id: str
+    gateway_id: str  # and the identity of its socket: what comes under another one is refused
     hello_seq: int
     in_flight: list[tuple[str, int]] = []  # request_id, num_received_tokens
+    unanswered: list[str] = []  # those of `in_flight` whose last Submit had no answer yet: Admitted may have been lost
 
 
 class Attachment(Record, frozen=True):
@@ -120,7 +121,11 @@ class Attachment(Record, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """Start, or go on with, one generation. Idempotent by `request_id`."""
+    """Start, or go on with, one generation. Idempotent by `request_id`.
+
+    Requests that share a prompt name it: its tokens come with one of them, and the others have none. A Submit whose
+    prompt the scheduler lacks is dropped; the next Hello finds that out.
+    """
 
     request_id: str
     hello_seq: int  # of the last Hello sent before this
@@ -133,6 +138,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
     adapter: str = ""
     attachments: tuple[Attachment, ...] = ()
+    prompt_id: str = ""  # among those of this gateway; empty if no other request has this prompt
 
 
 class Abort(Message, frozen=True):
@@ -198,9 +204,10 @@ class Outputs(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Requests that a Hello listed and this scheduler lacks: submit them again."""
+    """Requests that a Hello listed and this scheduler lacks: submit those again that were not since that Hello."""
 
     request_ids: list[str]
+    hello_seq: int
 
 
 class StepTimes(Record, frozen=True):
@@ -346,11 +353,18 @@ class Welcome(Message, frozen=True):
 
 
 class SequenceInit(Record, frozen=True):
-    """All that an executor must know of a sequence beyond its step: on admission, resumption and after NeedInit."""
+    """All that an executor must know of a sequence beyond its shares: on admission, resumption and after NeedInit.
+
+    Tokens come with the shares that compute them; here are those alone that sampling looks back at. So a long prompt
+    travels once, and not at all where the prefix cache has it.
+    """
 
     sampling: SamplingParams
-    prompt_token_ids: bytes
-    output_token_ids: bytes = b""
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    prompt_token_ids: bytes = b""  # all of the prompt, if log probabilities of its tokens are still wanted
+    distinct_prompt_token_ids: bytes = b""  # with a repetition penalty: the tokens of the prompt, each once
+    output_token_ids: bytes = b""  # with a penalty: all of the output
     grammar: bytes = b""
     adapter: str = ""
 

@@ -28,3 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
     num_logprobs: Annotated[int, Meta(ge=0)] | None = None  # alternatives a token beside its own; None is none at all
     num_prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None  # the same for the prompt
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's chance depends on the output before it."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)

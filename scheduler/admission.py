@@ -1,10 +1,10 @@
 """From a Submit to a Sequence: what only the scheduler can refuse, and what would take an executor down. Pure."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from protocol.messages import Submit, unpack_ids
-from scheduler.sequence import Sequence
+from scheduler.sequence import Prompt, Sequence
 
 TASKS = ("generate",)
 
@@ -13,19 +13,24 @@ class SubmitError(ValueError):
     """The request can never be served; says why."""
 
 
-def make_sequence(submit: Submit, seq_id: int, vocab_size: int) -> Sequence:
-    """Return the sequence that `submit` asks for. Raises SubmitError if its ids are not those of a vocabulary."""
-    if submit.task not in TASKS:
-        raise SubmitError(f"the task {submit.task!r} is not supported; supported: {', '.join(TASKS)}")
+def make_prompt(submit: Submit, vocab_size: int) -> Prompt:
+    """Return the prompt that `submit` brings. Raises SubmitError if it is empty, or not of a vocabulary's ids."""
     prompt_token_ids = _ids(submit.prompt_token_ids, "prompt_token_ids", vocab_size)
     if not prompt_token_ids:
         raise SubmitError("the prompt has no tokens")
+    return Prompt(prompt_token_ids)
+
+
+def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) -> Sequence:
+    """Return the sequence that `submit` asks for. Raises SubmitError for an id that is not of a vocabulary."""
+    if submit.task not in TASKS:
+        raise SubmitError(f"the task {submit.task!r} is not supported; supported: {', '.join(TASKS)}")
     sampling = submit.sampling
     _require_known("stop_token_ids", sampling.stop_token_ids, vocab_size)
-    _require_known("logit_bias", (token_id for token_id, _ in sampling.logit_bias), vocab_size)
+    _require_known("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     return Sequence(
         seq_id,
-        prompt_token_ids,
+        prompt,
         sampling,
         _ids(submit.output_token_ids, "output_token_ids", vocab_size),
         submit.task,
@@ -46,8 +51,7 @@ def _ids(packed: bytes, name: str, vocab_size: int) -> "array[int]":
     return token_ids
 
 
-def _require_known(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    ids = list(token_ids)
-    for token_id in (min(ids, default=0), max(ids, default=0)):
+def _require_known(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= token_id < vocab_size:
             raise SubmitError(f"{name} has {token_id}, which is not in the vocabulary of {vocab_size} tokens")

@@ -114,7 +114,7 @@ class Gateway:
 
     identity: bytes
     hello_seq: int = 0
-    last_hello_s: float = 0.0
+    last_heard_s: float = 0.0
     blocked_since_s: float | None = None  # since when its queue takes nothing
     next_try_s: float = 0.0  # before this, nothing is sent to a blocked gateway
     listed: frozenset[str] = frozenset()  # request_ids of its last Hello
@@ -145,7 +145,7 @@ class Ledger:
         gateway = self.gateways.setdefault(identity, Gateway(identity))
         if hello.hello_seq <= gateway.hello_seq:
             return None
-        gateway.hello_seq, gateway.last_hello_s = hello.hello_seq, now_s
+        gateway.hello_seq, gateway.last_heard_s = hello.hello_seq, now_s
         gateway.listed = frozenset(request_id for request_id, _ in hello.in_flight)
         unknown = []
         for request_id, num_received_tokens in hello.in_flight:
@@ -157,6 +157,11 @@ class Ledger:
                 if record.is_behind:
                     gateway.behind[request_id] = record
         return HelloOutcome(unknown, self._forget_unlisted(gateway))
+
+    def hear(self, identity: bytes, now_s: float) -> None:
+        """Take any message of a known gateway as a sign of its life."""
+        if gateway := self.gateways.get(identity):
+            gateway.last_heard_s = now_s
 
     def _forget_unlisted(self, gateway: Gateway) -> list[int]:
         unlisted = [
@@ -229,14 +234,17 @@ class Ledger:
             gateway.blocked_since_s = now_s
         gateway.next_try_s = now_s + RETRY_S
 
-    def drop_dead(self, now_s: float) -> dict[bytes, list[int]]:
-        """Forget gateways that say or read nothing for `peer_timeout_s`; return the seq_ids to abort of each."""
-        dead = [gateway for gateway in self.gateways.values() if self._is_dead(gateway, now_s)]
+    def drop_dead(self, now_s: float, all_heard_s: float) -> dict[bytes, list[int]]:
+        """Forget gateways that say or read nothing for `peer_timeout_s`; return the seq_ids to abort of each.
+
+        What gateways had sent until `all_heard_s` was heard.
+        """
+        dead = [gateway for gateway in self.gateways.values() if self._is_dead(gateway, now_s, all_heard_s)]
         return {gateway.identity: self._drop(gateway) for gateway in dead}
 
-    def _is_dead(self, gateway: Gateway, now_s: float) -> bool:
+    def _is_dead(self, gateway: Gateway, now_s: float, all_heard_s: float) -> bool:
         is_blocked = gateway.blocked_since_s is not None and now_s - gateway.blocked_since_s > self.peer_timeout_s
-        return is_blocked or now_s - gateway.last_hello_s > self.peer_timeout_s
+        return is_blocked or all_heard_s - gateway.last_heard_s > self.peer_timeout_s
 
     def _drop(self, gateway: Gateway) -> list[int]:
         del self.gateways[gateway.identity]

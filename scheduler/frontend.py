@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 import zmq
 
@@ -21,11 +22,11 @@ from protocol.messages import (
     encode,
 )
 from protocol.sockets import try_send
-from scheduler.admission import SubmitError, make_sequence
+from scheduler.admission import SubmitError, make_prompt, make_sequence
 from scheduler.delivery import Ledger
 from scheduler.inbox import Inbox
 from scheduler.measures import Measures
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import Prompt, Scheduler
 from scheduler.stats import FinishRate
 
 MAX_MESSAGES_A_TURN = 64
@@ -52,6 +53,9 @@ class Frontend:
         self._peer_timeout_s = config.peer_timeout_s
         self._service: Service | None = None
         self._next_seq_id = 1
+        # By gateway, the name that it gave, and what else a cached block depends on; as long as a sequence has it.
+        self._prompts: WeakValueDictionary[tuple[bytes, str, str, str, str], Prompt] = WeakValueDictionary()
+        self._drained_s = clock()  # when nothing that gateways sent was left unread
         self._refused_identities: set[bytes] = set()
         self.ledger = Ledger(config.peer_timeout_s)
         self.finish_rate = FinishRate()
@@ -68,6 +72,7 @@ class Frontend:
             if self._is_refused(identity, message) or self._service is None:
                 continue
             has_changed = True
+            self.ledger.hear(identity, self._clock())
             match message:
                 case Hello():
                     self._on_hello(identity, message, self._service)
@@ -77,6 +82,8 @@ class Frontend:
                     record = self.ledger.find(identity, request_id)
                     if record is not None:
                         self._service.scheduler.abort(record.seq_id, "stop" if stopped else "abort")
+        if self._inbox.is_drained:
+            self._drained_s = self._clock()
         return has_changed
 
     def deliver(self) -> None:
@@ -99,8 +106,11 @@ class Frontend:
             self._send(identity, stats)
 
     def drop_dead(self) -> list[tuple[bytes, int]]:
-        """Abort what gateways that are dead had in flight; return each with how many sequences that was."""
-        dead = self.ledger.drop_dead(self._clock())
+        """Abort what gateways that are dead had in flight; return each with how many sequences that was.
+
+        A gateway is not silent if what it said has not been read yet.
+        """
+        dead = self.ledger.drop_dead(self._clock(), self._drained_s)
         for seq_ids in dead.values():
             for seq_id in seq_ids:
                 if self._service is not None:
@@ -115,6 +125,9 @@ class Frontend:
     def _is_refused(self, identity: bytes, message: Message) -> bool:
         """Return whether the gateway speaks another version of the protocol; if so, tell it and the operator."""
         match message:
+            case Hello(gateway_id=gateway_id) if gateway_id.encode() != identity:
+                self._inbox.complain(f"gateway {gateway_id} has another socket's identity")
+                return True
             case Hello(protocol_version, gateway_id) if protocol_version != PROTOCOL_VERSION:
                 if len(self._refused_identities) < MAX_REFUSED_GATEWAYS:
                     self._refused_identities.add(identity)
@@ -135,20 +148,27 @@ class Frontend:
         for seq_id in outcome.unwanted:
             service.scheduler.abort(seq_id)
         if outcome.unknown:
-            self._send(identity, Unknown(outcome.unknown))
+            self._send(identity, Unknown(outcome.unknown, hello.hello_seq))
+        for request_id in hello.unanswered:
+            if self.ledger.find(identity, request_id) is not None:
+                self._send(identity, Admitted(request_id))
 
     def _on_submit(self, identity: bytes, submit: Submit, service: Service) -> None:
         if not self.ledger.is_wanted(identity, submit):
             return  # whoever does want it lists it in a Hello, and is told that it is unknown
         if self.ledger.find(identity, submit.request_id) is not None:
             self._send(identity, Admitted(submit.request_id))
-        else:
-            self._send(identity, self._admit(identity, submit, service))
+        elif answer := self._admit(identity, submit, service):
+            self._send(identity, answer)
 
-    def _admit(self, identity: bytes, submit: Submit, service: Service) -> Admitted | Rejected:
+    def _admit(self, identity: bytes, submit: Submit, service: Service) -> Admitted | Rejected | None:
+        """Return the answer to a new Submit; None, and nothing is begun, if its prompt has to come first."""
         scheduler = service.scheduler
         try:
-            sequence = make_sequence(submit, self._next_seq_id, service.vocab_size)
+            prompt = self._prompt(identity, submit, service.vocab_size)
+            if prompt is None:
+                return None
+            sequence = make_sequence(submit, prompt, self._next_seq_id, service.vocab_size)
         except SubmitError as error:
             return Rejected(submit.request_id, str(error))
         refusal = scheduler.refusal(sequence)
@@ -161,6 +181,16 @@ class Frontend:
         service.measures.arrive(sequence.seq_id, self._clock())
         scheduler.add(sequence)
         return Admitted(submit.request_id)
+
+    def _prompt(self, identity: bytes, submit: Submit, vocab_size: int) -> Prompt | None:
+        """Return the prompt that `submit` brings, or names; None if that is not here."""
+        if not submit.prompt_id:
+            return make_prompt(submit, vocab_size)
+        key = (identity, submit.prompt_id, submit.tenant, submit.cache_salt, submit.adapter)
+        prompt = self._prompts.get(key)
+        if prompt is None and submit.prompt_token_ids:
+            prompt = self._prompts[key] = make_prompt(submit, vocab_size)
+        return prompt
 
     def _send(self, identity: bytes, message: Message) -> None:
         """Send, or lose it: whoever misses it asks again."""

@@ -11,6 +11,7 @@ import zmq
 logger = logging.getLogger(__name__)
 
 COMPLAINT_INTERVAL_S = 1.0
+GENERATED = b"\0"  # what an identity that libzmq makes begins with, and no other may
 
 Received = TypeVar("Received")
 
@@ -29,16 +30,26 @@ class Inbox(Generic[Received]):
         self._decode = decode
         self._sender = sender
         self._clock = clock
+        self.is_drained = True  # nothing was left at the end of the last `take`
         self._complained_s = -math.inf
         self._num_unsaid = 0
 
     def take(self, limit: int) -> Iterator[tuple[bytes, Received]]:
-        """Yield what has arrived, after at most `limit` frames; never waits."""
+        """Yield what has arrived, after at most `limit` frames; never waits.
+
+        Nothing is taken from an identity that libzmq made up: what an old connection left behind of a peer that came
+        back comes under one, and so does whoever gave no name.
+        """
+        self.is_drained = False
         for _ in range(limit):
             try:
                 identity, *payload = self._socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
+                self.is_drained = True
                 return
+            if identity.startswith(GENERATED):
+                self.complain("a message without the identity of its sender")
+                continue
             if len(payload) != 1:
                 self.complain(f"a message of {len(payload)} frames")
                 continue

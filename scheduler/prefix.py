@@ -75,13 +75,21 @@ class PrefixCache:
         return self._blocks.find(self._hashes(sequence, index + 1)[index] for index in range(num_blocks))
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known."""
-        hashes = sequence.block_hashes
+        """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known.
+
+        Those of a prompt's blocks are made once for all sequences of the prompt.
+        """
+        hashes, of_prompt = sequence.block_hashes, sequence.prompt.block_hashes
+        if len(hashes) < min(num_blocks, len(of_prompt)):
+            hashes += of_prompt[len(hashes) :]
+        num_prompt_blocks = len(sequence.prompt_token_ids) // self._block_size
         while len(hashes) < num_blocks:
             parent = hashes[-1] if hashes else root_hash(sequence.tenant, sequence.cache_salt, sequence.adapter)
             start = len(hashes) * self._block_size
             token_ids = sequence.pack(start, start + self._block_size)
             hashes.append(block_hash(parent, token_ids, start, sequence.attachments))
+            if len(hashes) <= num_prompt_blocks:
+                of_prompt.append(hashes[-1])
         return hashes
 
 

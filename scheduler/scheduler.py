@@ -30,12 +30,12 @@ from scheduler.integrity import check
 from scheduler.interface import Counters, PlannedStep, Update
 from scheduler.limits import Limits, Refusal, misfit, refusal
 from scheduler.prefix import PrefixCache
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import Prompt, Sequence, Share
 from scheduler.stopping import append_tokens, finish_reason, head
 from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
 
-__all__ = ["Limits", "PlannedStep", "Refusal", "Scheduler", "Sequence", "Update"]
+__all__ = ["Limits", "PlannedStep", "Prompt", "Refusal", "Scheduler", "Sequence", "Update"]
 
 MAX_STEPS_IN_FLIGHT = 2
 LEAST_STEPS_FOR_PROMPTS = 24  # in which those that could be computed at once are, where that would keep others waiting

@@ -14,6 +14,22 @@ def no_ids() -> "array[int]":
     return array("i")
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Prompt:
+    """What the sequences of one prompt share: its tokens, and what was worked out of them."""
+
+    token_ids: "array[int]"  # int32
+    # Of its full blocks, as many as were needed so far; the same for all who share it, tenant and cache salt included.
+    block_hashes: list[bytes] = field(init=False, default_factory=list)
+    _distinct_token_ids: bytes = field(init=False, default=b"")
+
+    def distinct_token_ids(self) -> bytes:
+        """Return its tokens, each once, as int32 bytes."""
+        if not self._distinct_token_ids:
+            self._distinct_token_ids = array("i", sorted(set(self.token_ids))).tobytes()
+        return self._distinct_token_ids
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What the server makes of a Submit (first part), and how far it is (second part, the scheduler's alone).
@@ -23,7 +39,7 @@ class Sequence:
     """
 
     seq_id: int
-    prompt_token_ids: "array[int]"  # int32
+    prompt: Prompt
     sampling: SamplingParams
     output_token_ids: "array[int]" = field(default_factory=no_ids)  # int32, grows; at the start, a resubmission's
     task: str = "generate"
@@ -60,6 +76,10 @@ class Sequence:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
+    def prompt_token_ids(self) -> "array[int]":
+        return self.prompt.token_ids
+
+    @property
     def num_remaining_tokens(self) -> int:
         """Tokens that can be planned now, one that is being sampled included."""
         in_flight = self.in_flight
@@ -92,8 +112,16 @@ class Sequence:
 
     def make_init(self) -> SequenceInit:
         """Return all that an executor must know to go on with the tokens that are known now."""
-        prompt, outputs = self.prompt_token_ids.tobytes(), self.output_token_ids.tobytes()
-        return SequenceInit(self.sampling, prompt, outputs, adapter=self.adapter)
+        sampling = self.sampling
+        return SequenceInit(
+            sampling,
+            len(self.prompt_token_ids),
+            len(self.output_token_ids),
+            self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
+            self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
+            self.output_token_ids.tobytes() if sampling.has_penalties else b"",
+            adapter=self.adapter,
+        )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:
         """Add what is new in the log probabilities of prompt tokens from `first_token_index` on."""

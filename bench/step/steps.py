@@ -112,7 +112,7 @@ class Steps:
         sequences = []
         for seq_id, table in enumerate(tables):
             token_ids = np.roll(self._token_ids, seq_id)[np.arange(length) % len(self._token_ids)]
-            init = SequenceInit(self._sampling, token_ids.tobytes())
+            init = SequenceInit(self._sampling, length)
             new = token_ids[num_computed_tokens:].tobytes()
             sequences.append(SequenceStep(seq_id, num_computed_tokens, new, (table,), True, init))
         return Step("", "", 1, sequences)

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from executor import runner as runner_module
-from protocol.messages import BlockCopy, NeedInit, SequenceInit, StepResult, pack_ids
+from protocol.messages import BlockCopy, NeedInit, SequenceInit, StepResult
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, sampling, share, step
 
@@ -178,9 +178,9 @@ def test_what_contradicts_itself_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="sequence 1 does not fit its own init"):
         run(share(1, 0, [1, 2, 3], [0], init=init([1, 2])))
     with pytest.raises(ValueError, match="no grammars"):
-        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), pack_ids([1]), grammar=b"x")))
+        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), 1, grammar=b"x")))
     with pytest.raises(ValueError, match="no adapters"):
-        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), pack_ids([1]), adapter="x")))
+        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), 1, adapter="x")))
 
 
 def expected_prompt_logprobs(prompt, vocab_size=64):

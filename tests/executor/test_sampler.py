@@ -11,17 +11,16 @@ from executor.device import CpuDevice
 from executor.sequences import SequenceState
 from kernels import cpu
 from kernels.philox import philox, uniform
-from protocol.messages import Logprobs, SequenceInit, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.messages import Logprobs, pack_ids
 from tests.fakes.lazy_device import NoLooks
+from tests.fakes.runner_driver import init
 
 HOST = CpuDevice()
 MASK = (1 << 64) - 1
 
 
 def sequence(prompt=(1, 2, 3), output=(), **sampling):
-    params = SamplingParams(**{"max_tokens": 100, "seed": 1} | sampling)
-    return SequenceState.from_init(SequenceInit(params, pack_ids(prompt), pack_ids(output)), 0)
+    return SequenceState.from_init(init(prompt, output, **{"max_tokens": 100, "temperature": 1.0} | sampling), 0)
 
 
 def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
@@ -182,7 +181,7 @@ def test_preemption_does_not_change_what_is_drawn():
     logits_V = random_logits(1, 64)[0]
     grown = sequence(**sampling)
     for _ in range(20):
-        rebuilt = sequence(output=grown.token_ids[3:], **sampling)
+        rebuilt = sequence(output=grown.token_ids, **sampling)
         token = sample_one(logits_V, grown)
         assert sample_one(logits_V, rebuilt) == token
         grown.sampled(0)

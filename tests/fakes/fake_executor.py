@@ -37,7 +37,8 @@ class SequenceState:
     """Soft state of one sequence."""
 
     init: SequenceInit
-    token_ids: list[int]
+    token_ids: list[int]  # those in the cache when it came, and of its shares
+    num_tokens: int  # prompt and output
     num_computed_tokens: int
 
 
@@ -56,6 +57,14 @@ class KvPool:
         assert len(blocks) == -(-num_tokens // self.block_size), f"{len(blocks)} blocks for {num_tokens} tokens"
         return [blocks[position // self.block_size] * self.block_size + position % self.block_size
                 for position in range(num_tokens)]  # fmt: skip
+
+    def read(self, slots: list[int]) -> list[int]:
+        """Return the tokens whose keys and values the slots hold, from position 0 on."""
+        held = [self.slots.get(slot) for slot in slots]
+        for position, entry in enumerate(held):
+            assert entry is not None, f"slot {slots[position]} holds nothing"
+            assert entry[0] == position, f"slot {slots[position]} holds {entry}, not position {position}"
+        return [entry[1] for entry in held if entry is not None]
 
     def require(self, slots: list[int], token_ids: list[int]) -> None:
         """Assert that the slots hold the keys and values of these tokens from position 0 on."""
@@ -244,9 +253,11 @@ class FakeExecutor(PeerThread):
             state = self._state(sequence)
             token_ids = list(unpack_ids(sequence.token_ids)) or state.token_ids[sequence.num_computed_tokens :]
             end = sequence.num_computed_tokens + len(token_ids)
+            state.token_ids += token_ids[len(state.token_ids) - sequence.num_computed_tokens :]
             assert state.token_ids[sequence.num_computed_tokens : end] == token_ids, "tokens that the sequence lacks"
+            assert end <= state.num_tokens, f"{end} of {state.num_tokens} tokens"
             if state.init.sampling.max_tokens:
-                assert sequence.sample == (end == len(state.token_ids)), f"sample={sequence.sample} at {end}"
+                assert sequence.sample == (end == state.num_tokens), f"sample={sequence.sample} at {end}"
             assert end <= self.max_model_len, f"{end} tokens"
             slots = self.kv.slots_of(sequence.block_tables[0], end)
             new_slots = slots[sequence.num_computed_tokens :]
@@ -266,9 +277,13 @@ class FakeExecutor(PeerThread):
         return [self._result(sequence, state, end) for sequence, state, end, _ in shares]
 
     def _state(self, sequence: SequenceStep) -> SequenceState:
-        if sequence.init is not None:
-            token_ids = [*unpack_ids(sequence.init.prompt_token_ids), *unpack_ids(sequence.init.output_token_ids)]
-            state = SequenceState(sequence.init, token_ids, sequence.num_computed_tokens)
+        if (init := sequence.init) is not None:
+            assert sequence.token_ids, "an init comes with the tokens of its share"
+            num_computed_tokens = sequence.num_computed_tokens
+            slots = self.kv.slots_of(sequence.block_tables[0], num_computed_tokens + len(sequence.token_ids) // 4)
+            token_ids = self.kv.read(slots[:num_computed_tokens])
+            num_tokens = init.num_prompt_tokens + init.num_output_tokens
+            state = SequenceState(init, token_ids, num_tokens, num_computed_tokens)
             self._states[sequence.seq_id] = state
         return self._states[sequence.seq_id]
 
@@ -276,13 +291,13 @@ class FakeExecutor(PeerThread):
         sampling = state.init.sampling
         prompt_logprobs = None
         if sampling.num_prompt_logprobs is not None:
-            num_prompt_tokens = len(state.init.prompt_token_ids) // 4
-            prompt = state.token_ids[sequence.num_computed_tokens + 1 : min(end + 1, num_prompt_tokens)]
+            prompt = list(unpack_ids(state.init.prompt_token_ids))[sequence.num_computed_tokens + 1 : end + 1]
             prompt_logprobs = logprobs_of(prompt, sampling.num_prompt_logprobs) if prompt else None
         state.num_computed_tokens = end
         if not sequence.sample:
             return SequenceResult([], None, prompt_logprobs)
         token_id = next_token(state.token_ids, sampling.seed)
         state.token_ids.append(token_id)
+        state.num_tokens += 1
         logprobs = logprobs_of([token_id], sampling.num_logprobs) if sampling.num_logprobs is not None else None
         return SequenceResult([token_id], logprobs, prompt_logprobs)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 
 from protocol.messages import (
@@ -126,6 +127,7 @@ class FakeScheduler:
         self.rejection: Callable[[Submit], Rejected | None] = lambda submit: None
         self.received: list[ToScheduler] = []
         self.records: dict[tuple[bytes, str], Record] = {}
+        self.prompts: dict[tuple[bytes, str], bytes] = {}  # by gateway and prompt_id
         self._hello_seqs: dict[bytes, int] = {}
         self._arrived = asyncio.Condition()
 
@@ -134,6 +136,7 @@ class FakeScheduler:
         self.incarnation = new_identity()
         self.model_fingerprint = model_fingerprint or self.model_fingerprint
         self.records.clear()
+        self.prompts.clear()
         self._hello_seqs.clear()
 
     def send_frame(self, frame: bytes) -> None:
@@ -219,11 +222,20 @@ class FakeScheduler:
             self._send(identity, Outputs(outputs))
         unknown = [request_id for request_id in listed if (identity, request_id) not in self.records]
         if unknown:
-            self._send(identity, Unknown(unknown))
+            self._send(identity, Unknown(unknown, hello.hello_seq))
+        for request_id in hello.unanswered:
+            if (identity, request_id) in self.records:
+                self._send(identity, Admitted(request_id))
 
     def _submit(self, identity: bytes, submit: Submit) -> None:
         key = identity, submit.request_id
         if key not in self.records:
+            if submit.prompt_token_ids:
+                self.prompts[identity, submit.prompt_id] = submit.prompt_token_ids
+            elif (prompt := self.prompts.get((identity, submit.prompt_id))) and submit.prompt_id:
+                submit = msgspec.structs.replace(submit, prompt_token_ids=prompt)
+            else:
+                return  # the next Hello finds it out
             if rejected := self.rejection(submit):
                 self._send(identity, rejected)
                 return

@@ -15,7 +15,16 @@ def sampling(**fields: object) -> SamplingParams:
 
 
 def init(prompt: Sequence[int], output: Sequence[int] = (), **fields: object) -> SequenceInit:
-    return SequenceInit(sampling(**fields), pack_ids(prompt), pack_ids(output))
+    """Return what a scheduler sends of a sequence beside its shares."""
+    params = sampling(**fields)
+    return SequenceInit(
+        params,
+        len(prompt),
+        len(output),
+        pack_ids(prompt) if params.num_prompt_logprobs is not None and not output else b"",
+        pack_ids(sorted(set(prompt))) if params.repetition_penalty != 1.0 else b"",
+        pack_ids(output) if params.has_penalties else b"",
+    )
 
 
 def share(

@@ -13,7 +13,7 @@ from typing import Any
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
 from protocol.sampling import SamplingParams
-from scheduler.scheduler import Limits, PlannedStep, Scheduler, Sequence, Update
+from scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
 
 VOCAB_SIZE = 7
 MODULUS = 1_000_003
@@ -58,11 +58,10 @@ class State:
 
     def __init__(self, step: SequenceStep) -> None:
         assert step.init is not None
-        prompt, outputs = unpack_ids(step.init.prompt_token_ids), unpack_ids(step.init.output_token_ids)
-        self.prompt = prompt
-        self.last_token = (outputs or prompt)[-1]
+        assert step.token_ids, "an init comes with the tokens of its share"
+        self.prompt = unpack_ids(step.init.prompt_token_ids)  # empty: no log probabilities of it are wanted
+        self.last_token = unpack_ids(step.token_ids)[-1]
         self.num_computed_tokens = step.num_computed_tokens
-        self.wants_prompt_logprobs = step.init.sampling.num_prompt_logprobs is not None
 
 
 class SlotExecutor:
@@ -128,7 +127,7 @@ class SlotExecutor:
         prompt_logprobs = None
         for position, token_id in enumerate(token_ids, start):
             slot = kv[table[position // size]][position % size] = slot_value(slot, token_id)
-            if state.wants_prompt_logprobs and position + 1 < len(state.prompt):
+            if position + 1 < len(state.prompt):
                 new = prompt_logprob(slot, state.prompt[position + 1])
                 prompt_logprobs = prompt_logprobs + new if prompt_logprobs else new
         state.num_computed_tokens = end
@@ -198,7 +197,7 @@ class SchedulerDriver:
     ) -> Sequence:
         return Sequence(
             seq_id,
-            array("i", prompt),
+            Prompt(array("i", prompt)),
             SamplingParams(max_tokens=max_tokens, seed=0, **sampling),
             array("i", outputs),
             tenant=tenant,

@@ -94,7 +94,7 @@ class SchedulerWithRunner:
         return list(results.values())
 
     def _add(self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
-        sequence = scheduler.Sequence(seq_id, array("i", prompt), sampling)
+        sequence = scheduler.Sequence(seq_id, scheduler.Prompt(array("i", prompt)), sampling)
         assert self.scheduler.refusal(sequence) is None
         self.scheduler.add(sequence)
 

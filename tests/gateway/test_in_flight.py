@@ -1,6 +1,7 @@
+import msgspec
 import pytest
 
-from gateway.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, REPEAT_SUBMIT_S, Event, InFlight
+from gateway.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, Event, InFlight
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -12,6 +13,7 @@ from protocol.messages import (
     Ready,
     Rejected,
     Submit,
+    ToScheduler,
     Unknown,
     pack_ids,
     unpack_ids,
@@ -33,7 +35,7 @@ def in_flight(events: list[Event]) -> InFlight:
     made = InFlight("g")
     assert made.due(0) == [Hello(PROTOCOL_VERSION, "g", 1, [])]
     made.receive(ready("one"), 0)
-    assert made.submit(SUBMIT, events.append, 0) == [Submit("r", 1, SUBMIT.prompt_token_ids, SUBMIT.sampling)]
+    assert made.submit(SUBMIT, events.append) == [Submit("r", 1, SUBMIT.prompt_token_ids, SUBMIT.sampling)]
     made.receive(Admitted("r"), 0)
     return made
 
@@ -96,7 +98,7 @@ def test_the_finish_is_delivered_once_and_ends_the_listing(in_flight: InFlight, 
 
 def test_outputs_stand_for_a_lost_admission(events: list[Event]) -> None:
     made = InFlight("g")
-    made.submit(SUBMIT, events.append, 0)
+    made.submit(SUBMIT, events.append)
     made.receive(outputs(0, 5), 0)
     assert isinstance(events[0], Admitted)
     made.receive(Admitted("r"), 0)
@@ -104,17 +106,44 @@ def test_outputs_stand_for_a_lost_admission(events: list[Event]) -> None:
     assert all(isinstance(message, Hello) for message in made.due(9))
 
 
-def test_an_unanswered_submit_is_repeated(events: list[Event]) -> None:
+def test_a_submit_without_an_answer_is_repeated_once_a_hello_shows_that_it_was_lost(events: list[Event]) -> None:
     made = InFlight("g")
-    made.submit(SUBMIT, events.append, 0)
-    made.due(0)
-    assert all(isinstance(message, Hello) for message in made.due(REPEAT_SUBMIT_S - 0.01))
-    [again] = [message for message in made.due(REPEAT_SUBMIT_S) if isinstance(message, Submit)]
+    made.submit(SUBMIT, events.append)
+    assert made.due(0) == [Hello(PROTOCOL_VERSION, "g", 1, [("r", 0)], ["r"])]
+    assert all(isinstance(message, Hello) for message in made.due(9))  # a busy scheduler gets no prompt twice
+    [again] = made.receive(Unknown(["r"], hello_seq=2), 9)
+    assert isinstance(again, Submit)
     assert (again.request_id, again.hello_seq) == ("r", 2)
+    assert made.receive(Unknown(["r"], hello_seq=2), 9) == []  # it is on its way
+
+
+def test_what_is_answered_is_asked_for_no_more(in_flight: InFlight) -> None:
+    assert in_flight.due(9) == [Hello(PROTOCOL_VERSION, "g", 2, [("r", 0)], [])]
+
+
+def shared(request_id: str) -> Submit:
+    return msgspec.structs.replace(SUBMIT, request_id=request_id, prompt_id="p")
+
+
+def prompts(messages: list[ToScheduler]) -> list[tuple[str, bytes]]:
+    return [(m.request_id, m.prompt_token_ids) for m in messages if isinstance(m, Submit)]
+
+
+def test_the_tokens_of_a_shared_prompt_travel_once(events: list[Event]) -> None:
+    made, prompt = InFlight("g"), SUBMIT.prompt_token_ids
+    sent = [message for name in "abc" for message in made.submit(shared(name), events.append)]
+    assert prompts(sent) == [("a", prompt), ("b", b""), ("c", b"")]
+    made.receive(ready("one"), 0)
+    assert prompts(made.receive(ready("two"), 0)) == [("a", prompt), ("b", b""), ("c", b"")]
+    made.due(0)
+    assert prompts(made.receive(Unknown(["b", "c"], 1), 0)) == [("b", prompt), ("c", b"")]
+    for name in "abc":
+        made.abandon(name)
+    assert prompts(made.submit(shared("d"), events.append)) == [("d", prompt)]
 
 
 def test_a_rejection_ends_only_what_was_not_admitted(in_flight: InFlight, events: list[Event]) -> None:
-    in_flight.submit(Submit("s", 0, b"", SUBMIT.sampling), events.append, 0)
+    in_flight.submit(Submit("s", 0, b"", SUBMIT.sampling), events.append)
     in_flight.receive(Rejected("s", "full", 1.0), 0)
     assert events[-1] == Rejected("s", "full", 1.0)
     in_flight.receive(Rejected("r", "full", 1.0), 0)  # the answer to a Submit that was repeated and then taken
@@ -127,7 +156,7 @@ def test_another_incarnation_gets_everything_with_the_tokens_so_far(in_flight: I
     [again] = in_flight.receive(ready("two"), 1)
     assert again == Submit("r", 1, SUBMIT.prompt_token_ids, SUBMIT.sampling, pack_ids([5, 6]))
     assert in_flight.receive(ready("two"), 1) == []
-    assert in_flight.receive(Unknown(["r"]), 1) == []  # it is on its way
+    assert in_flight.receive(Unknown(["r"], 1), 1) == []  # it is on its way
     in_flight.receive(Admitted("r"), 1)
     in_flight.receive(outputs(2, 7, finish_reason="length"), 1)
     assert delivered(events) == [5, 6, 7]
@@ -142,7 +171,8 @@ def test_news_of_a_scheduler_that_is_gone_changes_nothing(in_flight: InFlight) -
 
 def test_unknown_requests_are_submitted_again(in_flight: InFlight) -> None:
     in_flight.receive(outputs(0, 5), 0)
-    [again] = in_flight.receive(Unknown(["r", "not mine"]), 0)
+    in_flight.due(9)
+    [again] = in_flight.receive(Unknown(["r", "not mine"], 2), 0)
     assert isinstance(again, Submit)
     assert again.output_token_ids == pack_ids([5])
 
@@ -150,7 +180,8 @@ def test_unknown_requests_are_submitted_again(in_flight: InFlight) -> None:
 def test_a_full_successor_is_asked_again_when_it_said(in_flight: InFlight) -> None:
     in_flight.receive(ready("two"), 1)
     in_flight.receive(Rejected("r", "full", 3.0), 1)
-    assert in_flight.receive(Unknown(["r"]), 2) == []
+    in_flight.due(2)
+    assert in_flight.receive(Unknown(["r"], 2), 2) == []
     assert not any(isinstance(message, Submit) for message in in_flight.due(3.9))
     assert any(isinstance(message, Submit) for message in in_flight.due(4.0))
 
@@ -174,6 +205,6 @@ def test_another_model_ends_everything(in_flight: InFlight, events: list[Event])
 def test_an_abandoned_request_is_aborted_and_heard_of_no_more(in_flight: InFlight, events: list[Event]) -> None:
     assert in_flight.abandon("r") == [Abort("r")]
     assert in_flight.abandon("r") == []
-    for message in (outputs(0, 5), Admitted("r"), Rejected("r", ""), Unknown(["r"])):
+    for message in (outputs(0, 5), Admitted("r"), Rejected("r", ""), Unknown(["r"], 9)):
         assert in_flight.receive(message, 0) == []
     assert events == [Admitted("r")]

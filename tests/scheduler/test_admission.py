@@ -5,7 +5,7 @@ import pytest
 
 from protocol.messages import Attachment, Submit, pack_ids
 from protocol.sampling import SamplingParams
-from scheduler.admission import SubmitError, make_sequence
+from scheduler.admission import SubmitError, make_prompt, make_sequence
 
 GOOD = Submit(
     "r",
@@ -22,7 +22,7 @@ GOOD = Submit(
 
 
 def test_every_field_arrives():
-    sequence = make_sequence(GOOD, 7, vocab_size=100)
+    sequence = make_sequence(GOOD, make_prompt(GOOD, 100), 7, vocab_size=100)
     assert (sequence.seq_id, sequence.sampling) == (7, GOOD.sampling)
     assert (sequence.prompt_token_ids.tolist(), sequence.output_token_ids.tolist()) == ([0, 99], [5])
     assert (sequence.task, sequence.tenant, sequence.priority) == ("generate", "t", 3)
@@ -43,5 +43,6 @@ def test_every_field_arrives():
     ],
 )
 def test_what_would_hurt_an_executor_is_refused(fields, words):
+    submit = msgspec.structs.replace(GOOD, **fields)
     with pytest.raises(SubmitError, match=words):
-        make_sequence(msgspec.structs.replace(GOOD, **fields), 7, vocab_size=100)
+        make_sequence(submit, make_prompt(submit, 100), 7, vocab_size=100)

@@ -201,11 +201,17 @@ def test_a_silent_gateway_is_dead(ledger):
     ledger.hello(b"other", hello(1, ("x", 0)), now_s=5.0)
     ledger.admit(GATEWAY, submit("done", 1), 8)
     ledger.extend(Update(8, [1], "stop"))
-    assert ledger.drop_dead(10.0) == {}
-    assert ledger.drop_dead(10.1) == {GATEWAY: [7]}
+    assert ledger.drop_dead(10.0, 10.0) == {}
+    assert ledger.drop_dead(10.1, 10.1) == {GATEWAY: [7]}
     assert list(ledger.gateways) == [b"other"]
     assert ledger.num_records == 0
     assert ledger.hello(GATEWAY, hello(9, ("a", 0)), 11.0).unknown == ["a"]  # it was only frozen
+
+
+def test_a_gateway_is_not_silent_while_what_it_said_was_not_read(ledger):
+    assert ledger.drop_dead(99.0, all_heard_s=9.0) == {}
+    ledger.hear(GATEWAY, 99.0)  # whatever it was
+    assert ledger.drop_dead(99.0, all_heard_s=99.0) == {}
 
 
 def test_a_gateway_that_reads_nothing_is_dead(ledger):
@@ -213,9 +219,9 @@ def test_a_gateway_that_reads_nothing_is_dead(ledger):
     deliver(ledger, is_taken=False, now_s=1.0)
     for seq, now_s in enumerate((5.0, 11.0), start=2):
         ledger.hello(GATEWAY, hello(seq, ("a", 0)), now_s)
-        assert ledger.drop_dead(now_s) == {}
+        assert ledger.drop_dead(now_s, now_s) == {}
         deliver(ledger, is_taken=False, now_s=now_s)
-    assert ledger.drop_dead(11.1) == {GATEWAY: [7]}
+    assert ledger.drop_dead(11.1, 11.1) == {GATEWAY: [7]}
 
 
 def test_a_gateway_that_reads_again_in_time_lives(ledger):
@@ -223,7 +229,7 @@ def test_a_gateway_that_reads_again_in_time_lives(ledger):
     deliver(ledger, is_taken=False, now_s=1.0)
     deliver(ledger, now_s=2.0)
     ledger.hello(GATEWAY, hello(2, ("a", 1)), 12.0)
-    assert ledger.drop_dead(12.0) == {}
+    assert ledger.drop_dead(12.0, 12.0) == {}
 
 
 @pytest.mark.parametrize("seed", range(100))

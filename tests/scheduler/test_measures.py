@@ -6,7 +6,7 @@ from scheduler.interface import Update
 from scheduler.measures import Measures
 from scheduler.stats import StepSize
 
-INIT = SequenceInit(SamplingParams(max_tokens=4, seed=1), b"")
+INIT = SequenceInit(SamplingParams(max_tokens=4, seed=1), 1)
 
 
 def newcomer(seq_id: int) -> SequenceStep:
