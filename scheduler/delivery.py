@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from protocol.messages import Hello, Logprobs, Output, Outputs, Submit
 from scheduler.scheduler import Update
+from scheduler.sizes import logprob_bytes
 
-MAX_OUTPUTS_BYTES = 8 << 20  # of one message, one request's output at least
+MAX_OUTPUTS_BYTES = 8 << 20  # of one message, beside the log probabilities of one prompt
 RETRY_S = 0.02  # between tries to send to a gateway whose queue is full
 
 
@@ -33,15 +34,16 @@ class LogprobColumns:
         self.top_token_ids += logprobs.top_token_ids
         self.top_logprobs += logprobs.top_logprobs
 
-    def tail(self, first_token: int) -> Logprobs:
-        """Return those from token `first_token` on."""
-        row, wide = 4 * first_token, 4 * first_token * self.num_alternatives
+    def of(self, start: int, end: int) -> Logprobs:
+        """Return those of the tokens from `start` to `end`."""
+        rows = slice(4 * start, 4 * end)
+        wide = slice(4 * start * self.num_alternatives, 4 * end * self.num_alternatives)
         return Logprobs(
             self.num_alternatives,
-            bytes(self.token_logprobs[row:]),
-            bytes(self.token_ranks[row:]),
-            bytes(self.top_token_ids[wide:]),
-            bytes(self.top_logprobs[wide:]),
+            bytes(self.token_logprobs[rows]),
+            bytes(self.token_ranks[rows]),
+            bytes(self.top_token_ids[wide]),
+            bytes(self.top_logprobs[wide]),
         )
 
 
@@ -89,23 +91,30 @@ class RequestRecord:
         self.num_sent_tokens = min(self.num_sent_tokens, max(num_received_tokens, self.first_token_index))
         self.is_finish_sent = False
 
-    def output(self) -> Output:
-        """Return what the gateway lacks."""
-        start = self.num_sent_tokens - self.first_token_index
+    def outputs(self) -> Iterator[Output]:
+        """Yield what the gateway lacks, in pieces that a message has room for; the finish is with the last."""
+        num_token_bytes = 4 + (logprob_bytes(self.logprobs.num_alternatives) if self.logprobs is not None else 0)
+        most = max(1, MAX_OUTPUTS_BYTES // num_token_bytes)
+        for first in range(self.num_sent_tokens, max(self.num_tokens, self.num_sent_tokens + 1), most):
+            yield self._output(first, min(first + most, self.num_tokens))
+
+    def _output(self, first: int, end: int) -> Output:
+        start, stop = first - self.first_token_index, end - self.first_token_index
+        is_last = end == self.num_tokens
         return Output(
             self.request_id,
-            self.num_sent_tokens,
-            self.token_ids[start:].tobytes(),
-            self.finish_reason,
-            self.logprobs.tail(start) if self.logprobs is not None else None,
+            first,
+            self.token_ids[start:stop].tobytes(),
+            self.finish_reason if is_last else None,
+            self.logprobs.of(start, stop) if self.logprobs is not None else None,
             self.num_cached_tokens,
-            self.prompt_logprobs if self.num_sent_tokens == 0 else None,
-            self.error,
+            self.prompt_logprobs if first == 0 else None,
+            self.error if is_last else None,
         )
 
-    def mark_sent(self) -> None:
-        self.num_sent_tokens = self.num_tokens
-        self.is_finish_sent = self.finish_reason is not None
+    def mark_sent(self, output: Output) -> None:
+        self.num_sent_tokens = output.first_token_index + len(output.token_ids) // 4
+        self.is_finish_sent = output.finish_reason is not None
 
 
 @dataclass(slots=True)
@@ -206,27 +215,28 @@ class Ledger:
         return [gateway for gateway in self.gateways.values() if gateway.behind and gateway.next_try_s <= now_s]
 
     def batches(self, gateway: Gateway) -> Iterator[tuple[Outputs, list[RequestRecord]]]:
-        """Yield messages with all that the gateway lacks, and the records to mark as sent if the socket takes one."""
+        """Yield messages with all that the gateway lacks, and whose outputs they have, for `mark_sent`."""
         outputs: list[Output] = []
         records: list[RequestRecord] = []
         num_bytes = 0
         for record in list(gateway.behind.values()):
-            output = record.output()
-            num_output_bytes = _size_bytes(output)
-            if outputs and num_bytes + num_output_bytes > MAX_OUTPUTS_BYTES:
-                yield Outputs(outputs), records
-                outputs, records, num_bytes = [], [], 0
-            outputs.append(output)
-            records.append(record)
-            num_bytes += num_output_bytes
+            for output in record.outputs():
+                num_output_bytes = _size_bytes(output)
+                if outputs and num_bytes + num_output_bytes > MAX_OUTPUTS_BYTES:
+                    yield Outputs(outputs), records
+                    outputs, records, num_bytes = [], [], 0
+                outputs.append(output)
+                records.append(record)
+                num_bytes += num_output_bytes
         if outputs:
             yield Outputs(outputs), records
 
-    def mark_sent(self, gateway: Gateway, records: list[RequestRecord]) -> None:
+    def mark_sent(self, gateway: Gateway, outputs: Outputs, records: list[RequestRecord]) -> None:
         gateway.blocked_since_s, gateway.next_try_s = None, 0.0
-        for record in records:
-            record.mark_sent()
-            gateway.behind.pop(record.request_id, None)
+        for output, record in zip(outputs.outputs, records, strict=True):
+            record.mark_sent(output)
+            if not record.is_behind:
+                gateway.behind.pop(record.request_id, None)
 
     def mark_blocked(self, gateway: Gateway, now_s: float) -> None:
         """Remember that the socket took nothing for the gateway."""

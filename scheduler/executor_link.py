@@ -11,6 +11,8 @@ from enum import Enum, auto
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome
 from scheduler.stats import StepSize
 
+LONGEST_LOOK_S = 2.0  # what one call of `watch` adds to a stall, at most
+
 
 class Arrival(Enum):
     """What an ExecutorReady means."""
@@ -34,12 +36,15 @@ class SentStep:
 class ExecutorLink:
     """One executor at a time, and the steps that it was given. Times are seconds of the caller's clock.
 
-    If it is a group of ranks, its rank 0 is who is heard of here.
+    If it is a group of ranks, its rank 0 is who is heard of here. Work can progress while the executor is heard of, and
+    has not been without any progress in what is in flight for `stall_timeout_s`.
     """
 
-    def __init__(self, scheduler_incarnation: str, peer_timeout_s: float) -> None:
+    def __init__(self, scheduler_incarnation: str, peer_timeout_s: float, stall_timeout_s: float) -> None:
         self.scheduler_incarnation = scheduler_incarnation
         self.peer_timeout_s = peer_timeout_s
+        self.stall_timeout_s = stall_timeout_s
+        self.stalled_s = 0.0  # for how long nothing of what is in flight has progressed
         self.description: ExecutorReady | None = None  # what the present life said of itself
         self.identity = b""  # its address
         self.num_lives = 0
@@ -47,6 +52,9 @@ class ExecutorLink:
         self._window: dict[int, SentStep] = {}  # in order of step_id
         self._last_heard_s = 0.0
         self._is_reachable = False
+        self._layer = (0, 0)  # the step and the layer at which the executor was last heard of
+        self._has_progressed = True  # since the last `watch`
+        self._watched_s = 0.0
 
     @property
     def incarnation(self) -> str | None:
@@ -58,8 +66,19 @@ class ExecutorLink:
         return len(self._window)
 
     def can_progress(self, now_s: float) -> bool:
-        """Return whether there is an executor that can be reached and was heard of lately."""
-        return self._is_reachable and now_s - self._last_heard_s <= self.peer_timeout_s
+        """Return whether there is an executor that can be reached, was heard of lately and is not stuck."""
+        is_heard = self._is_reachable and now_s - self._last_heard_s <= self.peer_timeout_s
+        return is_heard and self.stalled_s <= self.stall_timeout_s
+
+    def watch(self, now_s: float) -> None:
+        """Measure how long nothing has progressed. To be called every second or so.
+
+        Only time in which this process looked counts: where both were frozen and thawed together, the executor has
+        done nothing wrong.
+        """
+        elapsed_s, self._watched_s = min(now_s - self._watched_s, LONGEST_LOOK_S), now_s
+        self.stalled_s = self.stalled_s + elapsed_s if self._window and not self._has_progressed else 0.0
+        self._has_progressed = False
 
     def arrive(self, identity: bytes, ready: ExecutorReady, now_s: float) -> Arrival:
         """Take note of an executor that says it is there; a life not seen before ends the one before."""
@@ -81,8 +100,13 @@ class ExecutorLink:
         if self.incarnation is not None:
             self._retired.add(self.incarnation)
         self.description = None
-        self._window.clear()
+        self.give_up()
         self._is_reachable = False
+
+    def give_up(self) -> None:
+        """Take all steps out of flight: they will not be done."""
+        self._window.clear()
+        self.stalled_s = 0.0
 
     def welcome_newcomer(self, ready: ExecutorReady, next_step_id: int) -> Welcome:
         """Return what a newcomer must echo in its next ExecutorReady to show that it is alive."""
@@ -102,6 +126,7 @@ class ExecutorLink:
     def add(self, step: SentStep) -> None:
         """Put a step in flight."""
         assert not self._window or step.step_id == next(reversed(self._window)) + 1, "steps are numbered without a gap"
+        self._has_progressed |= not self._window
         self._window[step.step_id] = step
 
     def unanswered(self) -> list[bytes]:
@@ -124,6 +149,7 @@ class ExecutorLink:
         self._window[result.step_id].result = result
         while (step := self.oldest) is not None and step.result is not None:
             del self._window[step.step_id]
+            self._has_progressed, self.stalled_s = True, 0.0
             yield step, step.result
 
     def cancel_from(self, step_id: int) -> None:
@@ -133,8 +159,11 @@ class ExecutorLink:
 
     def hear(self, message: StepResult | StepFailed | NeedInit | Progress, now_s: float) -> None:
         """Take a message of the present life as a sign of it."""
-        if message.executor_incarnation == self.incarnation:
-            self._hear(now_s)
+        if message.executor_incarnation != self.incarnation:
+            return
+        self._hear(now_s)
+        if isinstance(message, Progress) and (layer := (message.step_id, message.layers_done)) != self._layer:
+            self._layer, self._has_progressed = layer, True
 
     def _hear(self, now_s: float) -> None:
         self._last_heard_s = now_s

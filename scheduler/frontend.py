@@ -99,7 +99,7 @@ class Frontend:
                 if not try_send(self._socket, [gateway.identity, encode(outputs)]):
                     self.ledger.mark_blocked(gateway, now_s)
                     break
-                self.ledger.mark_sent(gateway, records)
+                self.ledger.mark_sent(gateway, outputs, records)
 
     def broadcast(self, stats: Stats) -> None:
         for identity in self.ledger.gateways:

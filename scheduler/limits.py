@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from scheduler.sequence import Sequence
+from scheduler.sizes import MAX_LOGPROBS_BYTES, MAX_STEP_BYTES, prompt_logprobs_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +15,7 @@ class Limits:
     max_num_batched_tokens: int  # in one step
     max_num_waiting_seqs: int
     enable_prefix_caching: bool = True
+    max_step_bytes: int = MAX_STEP_BYTES  # of a step's messages, there and back
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -64,4 +66,9 @@ def _unsupported(sequence: Sequence, limits: Limits) -> str | None:
         return "the prompt is empty"
     if num_prompt_tokens > limits.max_model_len:
         return f"the prompt has {num_prompt_tokens} tokens; the model takes {limits.max_model_len}"
+    if (num_bytes := prompt_logprobs_bytes(sequence)) > MAX_LOGPROBS_BYTES:
+        return (
+            f"the log probabilities of {num_prompt_tokens} prompt tokens take {num_bytes >> 20} MiB,"
+            f" of {MAX_LOGPROBS_BYTES >> 20} at most: ask for fewer alternatives, or for less of the prompt"
+        )
     return None

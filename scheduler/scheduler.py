@@ -10,7 +10,9 @@ Every sequence that was taken ends, whatever the order of events, as long as ste
    priority and were there before B; if preempted they come back behind it. So B advances to its next token.
 3. If nothing runs, nothing but steps in flight holds blocks, so the first in waiting is admitted once these are done;
    it waits for the prefix that another computes only while that is in flight.
-4. A limit on the tokens of prompts holds in a step only if some sequence generates in it, and is one token or more. So
+4. The messages of a step have a limit in bytes. The first share of a step is planned in any case, and running sequences
+   are gone through in one order, so what sits out behind others is planned once these have ended.
+5. A limit on the tokens of prompts holds in a step only if some sequence generates in it, and is one token or more. So
    prompts advance in any case, each after those before it, which have fewer to compute with every step.
 
 So new tokens or ends always come, and there are finitely many of them.
@@ -31,6 +33,7 @@ from scheduler.interface import Counters, PlannedStep, Update
 from scheduler.limits import Limits, Refusal, misfit, refusal
 from scheduler.prefix import PrefixCache
 from scheduler.sequence import Prompt, Sequence, Share
+from scheduler.sizes import init_bytes, share_bytes, token_bytes
 from scheduler.stopping import append_tokens, finish_reason, head
 from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
@@ -49,6 +52,7 @@ class Plan:
 
     budget: int  # tokens
     prompt_budget: int  # of these, for sequences that have more than one to compute
+    num_bytes: int  # that its messages still have room for
     shares: list[Share] = field(default_factory=list)
 
     def remove(self, share: Share) -> None:
@@ -137,6 +141,7 @@ class Scheduler:
         sampling = sequence.sampling
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
+        sequence.share_bytes, sequence.token_bytes = share_bytes(sampling), token_bytes(sampling)
         sequence.max_num_tokens = self.limits.max_num_tokens(sequence)
         sequence.stop_token_ids = frozenset(sampling.eos_token_ids + sampling.stop_token_ids)
         if sampling.num_prompt_logprobs is not None and not sequence.output_token_ids:
@@ -174,7 +179,8 @@ class Scheduler:
         if len(self.steps_in_flight) >= (1 if self.must_drain else MAX_STEPS_IN_FLIGHT):
             return None
         self.must_drain = False
-        plan = Plan(self.limits.max_num_batched_tokens, self._prompt_budget(max_num_prompt_tokens))
+        prompt_budget = self._prompt_budget(max_num_prompt_tokens)
+        plan = Plan(self.limits.max_num_batched_tokens, prompt_budget, self.limits.max_step_bytes)
         num_preemptions = self.counters.num_preemptions
         self._plan_running(plan)
         if self.counters.num_preemptions == num_preemptions:
@@ -204,6 +210,9 @@ class Scheduler:
                 num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
             if not (num_tokens and sequence.is_running):
                 continue
+            num_tokens = self._num_fitting_tokens(sequence, num_tokens, plan)
+            if not num_tokens:
+                continue
             has_room = sequence.num_planned_tokens + num_tokens <= sequence.num_slots
             if has_room or self._grow(sequence, num_tokens, plan):
                 self._add_share(sequence, num_tokens, plan)
@@ -219,9 +228,20 @@ class Scheduler:
             cached_blocks = self.prefixes.find(sequence)
             if cached_blocks is None:
                 continue
-            if not self._admit(sequence, cached_blocks):
+            num_tokens = sequence.num_tokens - len(cached_blocks) * self.limits.block_size
+            num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
+            num_tokens = self._num_fitting_tokens(sequence, num_tokens, plan)
+            if not (num_tokens and self._admit(sequence, cached_blocks)):
                 return
-            self._add_share(sequence, min(sequence.num_remaining_tokens, plan.prompt_budget, plan.budget), plan)
+            self._add_share(sequence, num_tokens, plan)
+
+    def _num_fitting_tokens(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Return how many of its next `num_tokens` tokens the step's messages have room for."""
+        num_bytes = plan.num_bytes - sequence.share_bytes
+        num_bytes -= len(sequence.packed_block_table) or 4 * self.limits.num_blocks_for(sequence.num_tokens)
+        if sequence.needs_init:
+            num_bytes -= init_bytes(sequence)
+        return min(num_tokens, max(num_bytes // sequence.token_bytes, 0 if plan.shares else 1))
 
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
@@ -291,6 +311,9 @@ class Scheduler:
         num_known_tokens = sequence.num_tokens
         samples = num_known_tokens <= end and num_known_tokens < sequence.max_num_tokens
         share = Share(sequence, start, end, samples, sequence.needs_init)
+        plan.num_bytes -= sequence.share_bytes + len(sequence.packed_block_table) + num_tokens * sequence.token_bytes
+        if sequence.needs_init:
+            plan.num_bytes -= init_bytes(sequence)
         sequence.num_planned_tokens = end
         sequence.needs_init = False
         sequence.in_flight.append(share)
@@ -437,6 +460,13 @@ class Scheduler:
         for sequence in list(self.sequences.values()):
             if reason := misfit(sequence, self.limits, num_blocks):
                 self._finish(sequence, "error", error=reason)
+
+    def give_up(self) -> None:
+        """The executor does not do the steps in flight: go on as if it had died, but have it forget what it knows."""
+        known = [seq_id for step in self.steps_in_flight for seq_id in step.forget] + list(self.forget)
+        known += [sequence.seq_id for sequence in self.sequences.values() if sequence.is_on_executor]
+        self.reset_executor(self.blocks.num_blocks)
+        self.forget = dict.fromkeys(known)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming what is wrong, if the accounts do not agree."""

@@ -30,13 +30,13 @@ from protocol.messages import (
     decode_from_executor,
     encode,
 )
-from protocol.sockets import bind_router, hold_address, new_identity, try_send
-from scheduler.executor_link import Arrival, ExecutorLink, SentStep
+from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address, new_identity, try_send
+from scheduler.executor_link import LONGEST_LOOK_S, Arrival, ExecutorLink, SentStep
 from scheduler.frontend import Frontend, Service
 from scheduler.inbox import Inbox
 from scheduler.measures import Measures
 from scheduler.pace import Pace
-from scheduler.scheduler import Limits, Scheduler
+from scheduler.scheduler import Limits, PlannedStep, Scheduler
 from scheduler.stats import StepMeter, StepPredictor, describe, step_size
 
 logger = logging.getLogger(__name__)
@@ -49,11 +49,16 @@ LAG_WINDOW_S = 10.0
 
 @contextmanager
 def open_server(
-    config: Config, clock: Callable[[], float] = time.monotonic, *, high_water_mark: int = 1000
+    config: Config,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    high_water_mark: int = 1000,
+    max_step_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator["Server"]:
     """Bind both addresses while the context lasts. Raises ValueError if one cannot be bound.
 
-    `high_water_mark` is how many messages wait for a gateway that does not read them.
+    `high_water_mark` is how many messages wait for a gateway that does not read them; no Step is sent that is longer
+    than `max_step_bytes`.
     """
     with (
         hold_address(config.frontend_address),
@@ -64,7 +69,7 @@ def open_server(
     ):
         wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            yield Server(config, frontend, backend, wakeup, clock)
+            yield Server(config, frontend, backend, wakeup, clock, max_step_bytes)
         finally:
             for end in wakeup:
                 os.close(end)
@@ -80,14 +85,16 @@ class Server:
         backend: "zmq.Socket[bytes]",
         wakeup: tuple[int, int],
         clock: Callable[[], float],
+        max_step_bytes: int,
     ) -> None:
         self.config = config
+        self._max_step_bytes = max_step_bytes
         self.clock = clock
         self.incarnation = new_identity()
         self.frontend = Frontend(frontend, config, clock)
         self.backend = backend
         self.executors = Inbox(backend, decode_from_executor, "an executor", clock)
-        self.link = ExecutorLink(self.incarnation, config.peer_timeout_s)
+        self.link = ExecutorLink(self.incarnation, config.peer_timeout_s, config.hang_timeout_s / 2)
         self.scheduler: Scheduler | None = None  # until an executor has said what it holds
         self.described: ExecutorReady | None = None  # what it said
         self.num_blocks = 0  # of its KV pool
@@ -95,6 +102,8 @@ class Server:
         self._is_draining = False  # from NeedInit until no step is in flight
         self._num_checked_steps = 0  # steps after which the accounts were last found to agree
         self._is_lost = False  # an executor was there, and is not now
+        self._stuck_s = 0.0  # for how long nothing was planned although there is work, and an executor for it
+        self._num_seen_steps = 0
         self._was_idle = True  # there was nothing to do at some time since the last step was planned
         self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
         self._predictor = StepPredictor()
@@ -112,7 +121,8 @@ class Server:
             self._poller.register(source, zmq.POLLIN)
 
     def run(self, heart: Heart) -> None:
-        """Serve until `stop`. `heart` beats with every turn, of which there is one a second at least."""
+        """Serve until `stop`. `heart` beats with every turn, of which there is one a second at least, unless no turn
+        gets any work done."""
         logger.info(
             "gateways at %s, executors at %s; up to %d sequences and %d tokens a step, %d requests waiting",
             self.config.frontend_address,
@@ -122,7 +132,8 @@ class Server:
             self.config.max_num_queued_reqs,
         )
         while not self._is_stopping:
-            heart.beat()
+            if self._stuck_s <= self.config.hang_timeout_s:
+                heart.beat()
             self.turn()
 
     def stop(self) -> None:
@@ -310,6 +321,9 @@ class Server:
         self._measures.plan(planned.sequences, started_s)
         step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
         frame = encode(step)
+        if len(frame) > self._max_step_bytes:
+            self._end_undeliverable(planned, len(frame), self.scheduler)
+            return
         size = step_size(planned.sequences, follows_idleness=self._was_idle)
         is_ahead = self.link.oldest is not None
         if not is_ahead:
@@ -318,6 +332,17 @@ class Server:
         self._send_to_executor(frame)
         self._was_idle = False
         self._predictor.observe_planning(self.clock() - started_s)
+
+    def _end_undeliverable(self, planned: PlannedStep, num_bytes: int, scheduler: Scheduler) -> None:
+        """End the sequences of a step that no message has room for; each gets its error. No later one is planned
+        before those in flight are done, and the executor is told that this one's number is not used."""
+        logger.error("step %d would be a message of %d bytes: its sequences end", planned.step_id, num_bytes)
+        scheduler.need_init(planned.step_id, ())
+        for share in planned.sequences:
+            scheduler.fail(share.seq_id, "what has to be computed at once for this request is too large for a message")
+        self._is_draining = True
+        if self.link.num_in_flight == 0:
+            self._finish_draining()
 
     # Housekeeping
 
@@ -337,7 +362,8 @@ class Server:
             self._may_plan = True
         if self.scheduler is None:
             return
-        self._watch_executor(now_s)
+        self._watch_executor(self.scheduler, now_s)
+        self._watch_planning(self.scheduler, min(interval_s, LONGEST_LOOK_S), now_s)
         self._check_when_idle(self.scheduler)
         stats = self._stats(self.scheduler, self._stats_meter.take())
         self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s, is_busy=self.scheduler.has_work)
@@ -345,10 +371,34 @@ class Server:
         if now_s - self._logged_s >= LOG_INTERVAL_S:
             self._log(self.scheduler, now_s)
 
-    def _watch_executor(self, now_s: float) -> None:
+    def _watch_executor(self, scheduler: Scheduler, now_s: float) -> None:
+        self.link.watch(now_s)
         was_lost, self._is_lost = self._is_lost, not self.link.can_progress(now_s)
         if self._is_lost != was_lost:
-            logger.warning("the executor is lost: requests wait" if self._is_lost else "the executor is back")
+            logger.warning("the executor makes no progress: requests wait" if self._is_lost else "the executor is back")
+        if self.link.stalled_s > self.config.hang_timeout_s:
+            self._give_up(scheduler)
+
+    def _give_up(self, scheduler: Scheduler) -> None:
+        """Take what is in flight back from an executor that lives and does not get on with it.
+
+        If it is stuck, its parent ends it; if it never got what it was sent, sending that again will not help. So the
+        sequences are planned anew, as after the death of an executor: one that is stuck alone again gets an error.
+        """
+        logger.error("no step has progressed for %.0f s: what is in flight is planned anew", self.link.stalled_s)
+        scheduler.give_up()
+        self.link.give_up()
+        self._is_draining = False
+        self._send_to_executor(self._welcome())
+        self._may_plan = True
+
+    def _watch_planning(self, scheduler: Scheduler, interval_s: float, now_s: float) -> None:
+        """Measure how long nothing was planned although it could be: then this process has lost its way, and falls
+        silent, so that its parent starts another."""
+        num_steps, num_seen_steps = scheduler.counters.num_steps, self._num_seen_steps
+        is_idle = not scheduler.has_work or self.link.num_in_flight > 0 or not self.link.can_progress(now_s)
+        self._stuck_s = 0.0 if is_idle or num_steps != num_seen_steps else self._stuck_s + interval_s
+        self._num_seen_steps = num_steps
 
     def _check_when_idle(self, scheduler: Scheduler) -> None:
         """Let the process end, and start again, rather than serve on with accounts that do not agree."""

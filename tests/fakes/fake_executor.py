@@ -23,7 +23,7 @@ from protocol.messages import (
     encode,
     unpack_ids,
 )
-from protocol.sockets import connect_dealer, new_identity
+from protocol.sockets import MAX_MESSAGE_BYTES, connect_dealer, new_identity
 from tests.fakes.peer_thread import PeerThread
 from tests.fakes.toy_model import VOCAB_SIZE, logprobs_of, next_token
 
@@ -97,6 +97,7 @@ class FakeExecutor(PeerThread):
         ready_interval_s: float = 0.05,
         checks_kv: bool = True,
         fail_at_step: int | None = None,
+        max_frame_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         super().__init__()
         self.address = address
@@ -108,9 +109,11 @@ class FakeExecutor(PeerThread):
         self.ready_interval_s = ready_interval_s
         self.checks_kv = checks_kv
         self.fail_at_step = fail_at_step
+        self.max_frame_bytes = max_frame_bytes  # longer ones never arrive
         self.kv = KvPool(num_blocks, block_size)
         self.scheduler_incarnation = ""
         self.steps: list[StepLog] = []
+        self.longest_frame_bytes = 0
         self.num_repeated = 0  # steps that came again and were answered from the last results
         self.num_ignored = 0  # messages of a wrong incarnation or number
         self.num_need_inits = 0
@@ -142,7 +145,11 @@ class FakeExecutor(PeerThread):
                     socket.send(encode(self._ready()))
                     ready_sent_s = time.monotonic()
                 while not self._stop.is_set() and self._running.is_set() and socket.poll(5):
-                    message = decode_to_executor(socket.recv())
+                    frame = socket.recv()
+                    self.longest_frame_bytes = max(self.longest_frame_bytes, len(frame))
+                    if len(frame) > self.max_frame_bytes:
+                        continue
+                    message = decode_to_executor(frame)
                     try:
                         answers = self._answer(message, progress_socket)
                     except AssertionError as error:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
 import zmq
 
 from protocol.messages import (
@@ -116,6 +117,17 @@ class FakeGateway(PeerThread):
         self.resume(stream)
         return stream
 
+    def start_without_prompt(
+        self, request_id: str, prompt_token_ids: Iterable[int], sampling: SamplingParams, **options: object
+    ) -> Stream:
+        """Start a request whose first Submit names its prompt only, as if another with its tokens had been lost."""
+        stream = Stream(request_id, list(prompt_token_ids), sampling, options)
+        with self._lock:
+            self.streams[request_id] = self._in_flight[request_id] = stream
+            self._submit(stream)
+            self._outbox[-1] = msgspec.structs.replace(self._outbox[-1], prompt_token_ids=b"")
+        return stream
+
     def resume(self, stream: Stream) -> None:
         """Submit a stream with the tokens that it has."""
         with self._lock:
@@ -181,7 +193,8 @@ class FakeGateway(PeerThread):
     def _say_hello(self, socket: "zmq.Socket[bytes]", now_s: float) -> None:
         self._hello_seq += 1
         in_flight = [(stream.request_id, len(stream.token_ids)) for stream in self._in_flight.values()]
-        socket.send(encode(Hello(self.protocol_version, self.identity, self._hello_seq, in_flight)))
+        unanswered = [stream.request_id for stream in self._in_flight.values() if not stream.is_admitted]
+        socket.send(encode(Hello(self.protocol_version, self.identity, self._hello_seq, in_flight, unanswered)))
         self._hello_sent_s = now_s
 
     def _submit(self, stream: Stream) -> None:

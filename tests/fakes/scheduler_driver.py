@@ -14,6 +14,7 @@ from typing import Any
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
 from protocol.sampling import SamplingParams
 from scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
+from scheduler.sizes import MAX_STEP_BYTES
 
 VOCAB_SIZE = 7
 MODULUS = 1_000_003
@@ -155,6 +156,7 @@ class SchedulerDriver:
         max_num_batched_tokens: int = 64,
         max_num_waiting_seqs: int = 100,
         enable_prefix_caching: bool = True,
+        max_step_bytes: int = MAX_STEP_BYTES,
         max_num_prompt_tokens: int | None = None,
         checks_moves: bool = True,
     ) -> None:
@@ -168,6 +170,7 @@ class SchedulerDriver:
             max_num_batched_tokens,
             max_num_waiting_seqs,
             enable_prefix_caching,
+            max_step_bytes,
         )
         self.scheduler = Scheduler(self.limits)
         self.executor = SlotExecutor(num_blocks, block_size)

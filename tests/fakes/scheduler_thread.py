@@ -10,6 +10,7 @@ from pathlib import Path
 
 from protocol.config import Config
 from protocol.lifeline import Heart
+from protocol.sockets import MAX_MESSAGE_BYTES
 from scheduler.scheduler import Scheduler
 from scheduler.server import Server, open_server
 from tests.fakes.waiting import wait_until
@@ -42,11 +43,16 @@ class SchedulerThread:
     """One life of the scheduler. Leaving the context ends it without a word to its peers, as a kill would."""
 
     def __init__(
-        self, config: Config, high_water_mark: int = 1000, clock: Callable[[], float] = time.monotonic
+        self,
+        config: Config,
+        high_water_mark: int = 1000,
+        clock: Callable[[], float] = time.monotonic,
+        max_step_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.config = config
         self.clock = clock
         self.high_water_mark = high_water_mark
+        self.max_step_bytes = max_step_bytes
         self.server: Server | None = None
         self.error: BaseException | None = None
         self._is_open = threading.Event()
@@ -85,7 +91,9 @@ class SchedulerThread:
 
     def _run(self) -> None:
         try:
-            with open_server(self.config, self.clock, high_water_mark=self.high_water_mark) as server:
+            with open_server(
+                self.config, self.clock, high_water_mark=self.high_water_mark, max_step_bytes=self.max_step_bytes
+            ) as server:
                 self.server = server
                 self._is_open.set()
                 server.run(Heart())

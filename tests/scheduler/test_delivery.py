@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from protocol.messages import Hello, Logprobs, Output, Submit, pack_ids, unpack_ids
+from protocol.messages import Hello, Logprobs, Output, Submit, encode, pack_ids, unpack_ids
 from protocol.sampling import SamplingParams
 from scheduler.delivery import MAX_OUTPUTS_BYTES, Ledger
 from scheduler.scheduler import Update
@@ -51,7 +51,7 @@ def deliver(ledger: Ledger, *, is_taken: bool = True, now_s: float = 0.0) -> lis
             if not is_taken:
                 ledger.mark_blocked(gateway, now_s)
                 break
-            ledger.mark_sent(gateway, records)
+            ledger.mark_sent(gateway, outputs, records)
     return given
 
 
@@ -185,14 +185,36 @@ def test_messages_stay_small(ledger):
     assert max(sizes) == 1  # two of them are as large as a message may be, without what is around them
 
 
+def test_the_output_of_one_request_is_cut_where_a_message_has_no_room_for_it(ledger):
+    """A gateway that reads nothing for long lacks more of one request than a message may have."""
+    num_tokens = MAX_OUTPUTS_BYTES // 8
+    values = bytes(4 * num_tokens)
+    ledger.extend(Update(7, [1] * num_tokens, "length", Logprobs(2, values, values, 2 * values, 2 * values)))
+    [gateway] = ledger.gateways_behind(0.0)
+    messages = [outputs for outputs, _ in ledger.batches(gateway)]
+    assert max(len(encode(outputs)) for outputs in messages) < MAX_OUTPUTS_BYTES + 1000
+    pieces = [output for outputs in messages for output in outputs.outputs]
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert [piece.first_token_index for piece in pieces] == [
+        sum(len(before.token_ids) // 4 for before in pieces[:index]) for index in range(len(pieces))
+    ]
+    assert sum(len(piece.token_ids) for piece in pieces) == 4 * num_tokens
+    assert sum(len(piece.logprobs.top_logprobs) for piece in pieces) == 8 * num_tokens
+    # A message that is not taken leaves the rest to be sent, the finish too.
+    outputs, records = next(ledger.batches(gateway))
+    ledger.mark_sent(gateway, outputs, records)
+    assert next(output.first_token_index for output in deliver(ledger)) == len(pieces[0].token_ids) // 4
+    assert deliver(ledger) == []
+
+
 def test_only_what_was_taken_counts_as_sent(ledger):
     """The queue fills between two messages of one delivery."""
     for seq_id in (100, 101):
         ledger.admit(GATEWAY, submit(f"r{seq_id}", 1), seq_id)
         ledger.extend(Update(seq_id, [1] * (MAX_OUTPUTS_BYTES // 4)))
     [gateway] = ledger.gateways_behind(0.0)
-    _, records = next(ledger.batches(gateway))
-    ledger.mark_sent(gateway, records)
+    outputs, records = next(ledger.batches(gateway))
+    ledger.mark_sent(gateway, outputs, records)
     ledger.mark_blocked(gateway, 0.0)
     assert [output.request_id for output in deliver(ledger, now_s=1.0)] == ["r101"]
 

@@ -29,13 +29,13 @@ def completed(link: ExecutorLink, message: StepResult) -> list[int]:
 @pytest.fixture
 def link() -> ExecutorLink:
     """A link with one executor there."""
-    link = ExecutorLink("s1", peer_timeout_s=10.0)
+    link = ExecutorLink("s1", peer_timeout_s=10.0, stall_timeout_s=30.0)
     assert link.arrive(b"one", ready(), 0.0) is Arrival.JOINED
     return link
 
 
 def test_nobody_there():
-    link = ExecutorLink("s1", peer_timeout_s=10.0)
+    link = ExecutorLink("s1", peer_timeout_s=10.0, stall_timeout_s=30.0)
     assert not link.can_progress(0.0)
     assert not link.is_current(result(1))
     assert link.incarnation is None
@@ -155,3 +155,51 @@ def test_unreachable_until_heard(link):
     assert link.can_progress(1.0)
     assert link.identity == b"one again"
     assert link.unanswered() == [b"step 1"]
+
+
+def stall(link: ExecutorLink, seconds: int, start_s: int) -> None:
+    """The executor says that it is there all the time, and no more."""
+    for now_s in range(start_s, start_s + seconds):
+        link.arrive(b"one", ready(), float(now_s))
+        link.hear(Progress("e1", 1, 3), float(now_s))
+        link.watch(float(now_s))
+
+
+def test_an_executor_that_is_heard_of_and_gets_on_with_nothing_makes_no_progress(link):
+    stall(link, 100, start_s=0)
+    assert link.can_progress(100.0)  # nothing is asked of it
+    put_in_flight(link, 1, 2)
+    stall(link, 30, start_s=100)
+    assert link.can_progress(130.0)
+    stall(link, 3, start_s=130)
+    assert not link.can_progress(133.0)
+    assert link.stalled_s > 30
+
+
+@pytest.mark.parametrize(
+    "moved", [lambda link: link.hear(Progress("e1", 1, 4), 120.0), lambda link: completed(link, result(1))]
+)
+def test_a_layer_or_a_result_is_progress(link, moved):
+    put_in_flight(link, 1, 2)
+    stall(link, 20, start_s=100)
+    moved(link)
+    stall(link, 20, start_s=120)
+    assert link.can_progress(140.0)
+    assert 15 < link.stalled_s < 25
+
+
+def test_a_freeze_of_both_is_no_stall(link):
+    put_in_flight(link, 1)
+    stall(link, 3, start_s=100)
+    stall(link, 3, start_s=1000)
+    assert link.can_progress(1003.0)
+
+
+def test_steps_that_are_given_up_are_in_flight_no_more(link):
+    put_in_flight(link, 1, 2)
+    stall(link, 40, start_s=100)
+    link.give_up()
+    assert link.can_progress(140.0)
+    assert link.unanswered() == []
+    assert not link.is_current(result(1))
+    assert link.welcome(3) == Welcome("s1", "e1", 3)

@@ -7,6 +7,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from protocol.messages import SequenceResult, StepResult
+from scheduler.sizes import MAX_STEP_BYTES
 from tests.fakes.scheduler_driver import VOCAB_SIZE, SchedulerDriver
 
 NUM_TRACES, NUM_CHUNKS = 10_000, 20
@@ -28,6 +29,7 @@ class Trace:
             max_num_batched_tokens=choose((3, 16, 64)),
             enable_prefix_caching=self.random.random() < 0.8,
             max_num_prompt_tokens=choose((None, 1, 2, 7)),
+            max_step_bytes=choose((MAX_STEP_BYTES, MAX_STEP_BYTES, 300, 1000)),
             checks_moves=False,
         )
         self.max_in_flight = choose((1, 2))

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from protocol.messages import PROTOCOL_VERSION, ExecutorReady, encode
+from protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, Submit, encode, pack_ids
 from protocol.sampling import SamplingParams
 from protocol.sockets import connect_dealer
 from tests.fakes.fake_executor import DEVICE_BYTES, USED_BYTES, FakeExecutor
@@ -523,3 +523,126 @@ def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):
         assert "KV use" in lines()[1]
         server.check_idle()
         executor.check()
+
+
+def test_steps_that_never_arrive_end_in_an_answer(directory):
+    """Longer messages than the executor's side takes vanish, as libzmq lets them: others are served all the same."""
+    config = toy_config(directory, hang_timeout_s=2, peer_timeout_s=100.0, max_num_batched_tokens=2000)
+    with (
+        SchedulerThread(config, clock=lambda: 10 * time.monotonic()) as server,
+        FakeExecutor(config.backend_address, num_blocks=2000, max_frame_bytes=3000) as executor,
+        FakeGateway(config.frontend_address) as gateway,
+    ):
+        gateway.wait_ready()
+        large = gateway.start("large", range(900), sampling(3))
+        wait_until(lambda: not gateway.ready.can_progress)
+        beside = [gateway.start(f"r{number}", [5, number], sampling(5, number)) for number in range(3)]
+        gateway.wait_all()
+        assert (large.finish_reason, large.token_ids) == ("error", [])
+        for stream in beside:
+            assert_as_expected(stream)
+        wait_until(lambda: gateway.ready.can_progress)
+        assert_served(gateway)
+        server.check_idle()
+        executor.check()
+
+
+def test_a_step_that_is_too_large_for_a_message_is_not_sent_and_its_sequences_end(directory):
+    config = toy_config(directory, max_num_batched_tokens=2000)
+    with (
+        SchedulerThread(config, max_step_bytes=3000) as server,
+        FakeExecutor(config.backend_address, num_blocks=2000) as executor,
+        FakeGateway(config.frontend_address) as gateway,
+    ):
+        gateway.wait_ready()
+        beside = gateway.start("beside", [5, 6], endless(1, 50))
+        large = gateway.start("large", range(900), sampling(3))
+        gateway.wait_all()
+        assert (large.finish_reason, "too large" in large.error) == ("error", True)
+        assert beside.finish_reason in ("error", "length")  # it may have been planned in the same step
+        assert_served(gateway)
+        assert executor.longest_frame_bytes <= 3000
+        server.check_idle()
+        executor.check()
+
+
+def test_a_burst_over_a_long_document_sends_steps_that_arrive(directory):
+    """128 sequences of 131,057 tokens: with each prompt in its init, the step that admits them took 70 MB."""
+    config = toy_config(directory, max_num_seqs=128, max_num_batched_tokens=16384)
+    document = [number % 997 + 1 for number in range(131_040)]
+    with (
+        SchedulerThread(config) as server,
+        FakeExecutor(
+            config.backend_address, num_blocks=12_000, block_size=16, max_model_len=131_072, checks_kv=False
+        ) as executor,
+        FakeGateway(config.frontend_address, resubmit_after_s=60.0) as gateway,
+    ):
+        gateway.wait_ready()
+        for number in range(128):
+            gateway.start(f"r{number}", [*document, *[1 + number] * 17], sampling(2, number, eos_token_ids=()))
+        gateway.wait_all(120)
+        assert all((len(s.token_ids), s.finish_reason) == (2, "length") for s in gateway.streams.values())
+        assert executor.longest_frame_bytes < 8 << 20
+        assert server.scheduler.counters.num_preemptions == 0
+        server.check_idle()
+        executor.check()
+
+
+def test_what_comes_under_an_identity_that_zeromq_made_up_is_not_taken(house):
+    """An old connection leaves such messages behind when its gateway comes back; they are of no gateway."""
+    with house() as (server, _, gateway):
+        gateway.wait_ready()
+        with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
+            ghost.set(zmq.LINGER, 1000)
+            ghost.connect(server.config.frontend_address)
+            ghost.send(encode(Hello(PROTOCOL_VERSION, "ghost", 1, [("r", 0)])))
+            ghost.send(encode(Submit("r", 1, pack_ids([1, 2]), endless())))
+            assert_served(gateway)
+            assert ghost.poll(0) == 0
+        assert list(server.server.frontend.ledger.gateways) == [gateway.identity.encode()]
+
+
+def test_a_hello_in_another_name_than_its_sockets_is_not_taken(house):
+    with house() as (server, _, gateway):
+        gateway.wait_ready()
+        with (
+            zmq.Context() as context,
+            connect_dealer(context.socket(zmq.DEALER), server.config.frontend_address, "one") as socket,
+        ):
+            socket.send(encode(Hello(PROTOCOL_VERSION, "another", 1, [])))
+            assert_served(gateway)
+            assert socket.poll(0) == 0
+
+
+def test_requests_of_one_prompt_bring_its_tokens_once(house):
+    with house() as (_server, _, gateway):
+        gateway.wait_ready()
+        prompt = list(range(1, 30))
+        streams = [gateway.start(f"r{n}", prompt, sampling(9, n), prompt_id="p") for n in range(5)]
+        gateway.wait_all()
+        for stream in streams:
+            assert_as_expected(stream)
+
+
+def test_a_request_whose_prompt_never_came_is_asked_for_again(house):
+    """The fake sends the tokens of a prompt with every Submit; this one names it and has lost them."""
+    with house(gateway={"resubmit_after_s": 60.0}) as (_server, _, gateway):
+        gateway.wait_ready()
+        stream = gateway.start_without_prompt("r", list(range(1, 30)), sampling(9), prompt_id="p")
+        gateway.wait_all()
+        assert_as_expected(stream)
+        assert stream.num_submits == 2
+
+
+def test_an_admission_that_was_lost_is_said_again(house):
+    with house(settings={"max_num_seqs": 1}, step_s=SLOW_STEP_S) as (_server, _, gateway):
+        gateway.wait_ready()
+        first = gateway.start("first", [1, 2], endless(1, 60))
+        wait_until(lambda: first.token_ids)
+        waiting = gateway.start("waiting", [3, 4], sampling(1))
+        wait_until(lambda: waiting.is_admitted)
+        waiting.is_admitted = False  # as if it had not arrived
+        wait_until(lambda: waiting.is_admitted)
+        assert waiting.num_submits == 1
+        gateway.abort(first)
+        gateway.wait_all()
