@@ -158,6 +158,11 @@ class FakeScheduler:
     def messages(self, kind: type[AnyMessage]) -> list[AnyMessage]:
         return [message for message in self.received if isinstance(message, kind)]
 
+    def prompt_of(self, submit: Submit) -> list[int]:
+        """Return the prompt of a request that may have named one whose tokens another brought."""
+        named = (prompt for (_, prompt_id), prompt in self.prompts.items() if prompt_id == submit.prompt_id)
+        return unpack_ids(submit.prompt_token_ids or next(named)).tolist()
+
     def fail(self, error: str) -> None:
         """End everything that runs with an error."""
         for record in self.records.values():

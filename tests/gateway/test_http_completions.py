@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Submit, unpack_ids
+from protocol.messages import Submit
 from tests.fakes.gateway_server import MODEL, Served, completion
 from tests.fakes.model_directories import IM_END, text_ids
 
@@ -53,7 +53,7 @@ async def test_every_form_of_prompt(served: Served, name: str) -> None:
     answer = await served.complete(prompt, n=2)
     submits = await served.scheduler.wait_for(Submit, 2 * len(token_ids))
     by_index = {int(submit.request_id.rpartition("-")[2]): submit for submit in submits}
-    asked = [list(unpack_ids(by_index[index].prompt_token_ids)) for index in range(2 * len(token_ids))]
+    asked = [served.scheduler.prompt_of(by_index[index]) for index in range(2 * len(token_ids))]
     assert asked == [ids for ids in token_ids for _ in range(2)]
     assert [choice["index"] for choice in answer["choices"]] == list(range(2 * len(token_ids)))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, token_ids))
