@@ -19,6 +19,7 @@ FIELDS = (
     "frontend_address",
     "backend_address",
     "peer_timeout_s",
+    "hang_timeout_s",
 )
 
 
