@@ -4,28 +4,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from gateway.chat_template import ChatTemplate
+from gateway.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
 from protocol.model_json import read_bounded
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What generation_config.json says for requests that say nothing; None where it says nothing either."""
-
-    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0.0)] | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +38,10 @@ def read_model_files(config: Config) -> ModelFiles:
         raise ValueError(f"the model {config.model!r} is not a directory")
     model = _read_json(directory / "config.json", required=True)
     text_model = model.get("text_config") or model
+    if not isinstance(text_model, dict):
+        raise ValueError(f"{directory / 'config.json'}: text_config is not a JSON object. Download the model again")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
-    own_generation = _read_json(directory / "generation_config.json")
+    own_generation = _read_json(directory / FILE)
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
     return ModelFiles(
@@ -70,21 +59,15 @@ def _sampling_defaults(where: str, directory: Path, own_generation: Mapping[str,
     """Return the defaults of `where`: auto (the model's), octavo (none) or a directory with generation_config.json."""
     if where == "octavo":
         return SamplingDefaults()
-    path = (directory if where == "auto" else Path(where)) / "generation_config.json"
-    if where != "auto" and not path.is_file():
+    if where == "auto":
+        return own_defaults(directory, own_generation)
+    path = Path(where) / FILE
+    if not path.is_file():
         raise ValueError(
             f"generation_config {where!r} is not a directory with generation_config.json: --generation-config takes"
             " one, auto (the model's own) or octavo (none)"
         )
-    said = own_generation if where == "auto" else _read_json(path)
-    named = {name: said.get(name) for name in SamplingDefaults.__struct_fields__}
-    named["max_tokens"] = said.get("max_new_tokens")
-    if named["top_k"] == -1:
-        named["top_k"] = 0  # both mean off
-    try:
-        return msgspec.convert(named, SamplingDefaults)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{path}: {error}. Put it right, or do without it: --generation-config octavo") from None
+    return chosen_defaults(path, _read_json(path))
 
 
 def _eos_token_ids(
@@ -95,8 +78,9 @@ def _eos_token_ids(
     for content in said:
         ids = content.get("eos_token_id")
         for token_id in ids if isinstance(ids, list) else [ids] if ids is not None else []:
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-                raise ValueError(f"eos_token_id {ids!r} in the model's directory is not a token id")
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
+                shown = repr(ids)[:80]
+                raise ValueError(f"eos_token_id {shown} in the model's directory is not a token id: put it right there")
             found.append(token_id)
     eos_id = tokenizer.token_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
     return tuple(dict.fromkeys([*found, *([] if eos_id is None else [eos_id])]))

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from gateway.errors import RequestError
-from gateway.model_files import SamplingDefaults
+from gateway.generation_config import SamplingDefaults
 from gateway.openai_types import CommonRequest
 from protocol.sampling import SamplingParams
 

@@ -160,10 +160,13 @@ def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     """Return the tokenizer, without the truncation and padding of its training, which its file may still hold."""
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing narrower
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("a", add_special_tokens=True)  # what a file lacks may show only then
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of errors nothing narrower is raised; a panic of Rust is no Exception
         raise ValueError(f"{path} cannot be used: {error}. Download the model again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     return tokenizer
 
 

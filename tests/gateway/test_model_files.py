@@ -1,11 +1,13 @@
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.chat_template import ChatTemplateError
-from gateway.model_files import ModelFiles, SamplingDefaults, read_model_files
+from gateway.generation_config import SamplingDefaults
+from gateway.model_files import ModelFiles, read_model_files
 from protocol.config import Config
 from tests.fakes.model_directories import write_byte_level_model
 
@@ -83,8 +85,10 @@ def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -
         ("config.json", "[]", r"config\.json is not a JSON object"),
         ("config.json", '{"eos_token_id": "x"}', "eos_token_id 'x'"),
         ("config.json", '{"max_position_embeddings": -1}', "max_position_embeddings is -1"),
-        ("generation_config.json", '{"top_p": 7}', r"generation_config\.json.*top_p"),
-        ("generation_config.json", '{"temperature": "hot"}', r"generation_config\.json.*temperature"),
+        ("config.json", '{"text_config": [1]}', r"config\.json: text_config is not a JSON object"),
+        ("generation_config.json", '{"eos_token_id": 1e400}', "eos_token_id inf"),
+        ("generation_config.json", '{"eos_token_id": [2, 4294967296]}', r"eos_token_id \[2, 4294967296\]"),
+        ("generation_config.json", '{"eos_token_id": {"a": 1}}', "eos_token_id {'a': 1}"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat template"),
         ("chat_template.jinja", "{% if %}", "chat template"),
@@ -93,6 +97,66 @@ def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -
 def test_what_is_malformed_is_named(directory: Path, name: str, content: str, words: str) -> None:
     (directory / name).write_text(content)
     with pytest.raises(ValueError, match=words):
+        read(directory)
+
+
+SENSELESS = {
+    "temperature": ["hot", -1, 2.5, float("nan"), True, [0.7]],
+    "top_p": [7, 0, float("-inf"), {}],
+    "top_k": [2**64, -2, 50.5, float("inf"), "50"],
+    "min_p": [2, float("nan")],
+    "repetition_penalty": [float("inf"), 0, 1e308, float("nan")],
+    "max_new_tokens": [0, 2**70, 1.5, "20"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in SENSELESS.items() for value in values])
+def test_a_strangers_senseless_default_is_left_out_by_name(
+    key: str, value: object, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = {"temperature": 0.5, "top_p": 0.9} | {key: value}
+    write(directory / "generation_config.json", good)
+    expected = SamplingDefaults(**{name: value for name, value in good.items() if name != key})  # type: ignore[arg-type]
+    assert read(directory).sampling_defaults == expected
+    [said] = caplog.messages
+    assert said.startswith(f"{directory}/generation_config.json: {key} is {value!r}, expected ")
+    assert said.endswith(": not used")
+    with pytest.raises(ValueError, match=rf"{key} is .*expected .*--generation-config octavo"):
+        read(directory, generation_config=str(directory))
+
+
+def test_what_has_no_effect_is_named_if_it_asks_for_one(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asks = {"no_repeat_ngram_size": 3, "suppress_tokens": [1], "num_beams": 4, "stop_strings": ["\n"]}
+    quiet = {"num_beam_groups": 1, "typical_p": 1.0, "bad_words_ids": None, "do_sample": True, "pad_token_id": 0}
+    write(directory / "generation_config.json", quiet)
+    read(directory)
+    assert not caplog.messages
+    write(directory / "generation_config.json", quiet | asks)
+    read(directory)
+    expected = "no effect here: no_repeat_ngram_size, num_beams, stop_strings, suppress_tokens"
+    assert caplog.record_tuples == [
+        ("gateway.generation_config", logging.WARNING, f"{directory}/generation_config.json: {expected}")
+    ]
+
+
+PANICS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "z", "type_id": 0}}], "pair": []}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"post_processor": PANICS | {"special_tokens": {}}},
+        {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
+        {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "z"}},
+        {"model": {"type": "BPE", "vocab": {"b": 0}, "merges": [], "unk_token": "z"}},
+    ],
+    ids=["post_processor", "normalizer", "words", "merges"],
+)
+def test_a_tokenizer_that_fails_only_in_use_is_refused_at_the_start(damage: dict[str, Any], directory: Path) -> None:
+    path = directory / "tokenizer.json"
+    bare = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    write(path, bare | damage)
+    with pytest.raises(ValueError, match=rf"{path} cannot be used: .*\. Download the model again"):
         read(directory)
 
 
