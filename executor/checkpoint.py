@@ -1,11 +1,14 @@
 """The safetensors of a directory as a source of weights, whatever their tools made of them."""
 
+import math
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -20,8 +23,11 @@ SINGLE_FILE = "model.safetensors"
 # what old checkpoints store although it is computed
 SKIPPED = ("rotary_emb.inv_freq",)
 FP8 = "F8_E4M3"
-READABLE_TYPES = ("F64", "F32", "F16", "BF16")
+# what can be read, and in which type it is to be held
+DTYPE_OF_TYPE = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+READABLE_TYPES = tuple(DTYPE_OF_TYPE)
 FP8_SCALES = (".weight_scale", ".weight_scale_inv")  # what stands beside a .weight of 8-bit floats
+COMPARED_ROWS = 1024  # at once: as large as an embedding is, memory holds a part of it
 # scales for activations and caches of 8-bit floats, which stay as they are here
 UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 
@@ -80,6 +86,23 @@ class Checkpoint:
                 f"the checkpoint {self._directory} {' and '.join(problems)}. It is incomplete, or not what its"
                 " config.json says: download it again"
             )
+
+    def has(self, name: str) -> bool:
+        """Return whether a weight is there, packed or not."""
+        return name in self._handles or self.is_packed(name)
+
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two weights that are there have the same values; a packed one has those of no other."""
+        if self.is_packed(name) or self.is_packed(other):
+            return False
+        one, two = self._handles[name].get_slice(name), self._handles[other].get_slice(other)
+        if (shape := one.get_shape()) != two.get_shape():
+            return False
+        starts = range(0, shape[0], COMPARED_ROWS)
+        return all(
+            torch.equal(one[start : start + COMPARED_ROWS].float(), two[start : start + COMPARED_ROWS].float())
+            for start in starts
+        )
 
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         tensor = self._handles[name].get_slice(name)
@@ -159,6 +182,30 @@ def checkpoint_files(directory: Path) -> list[Path]:
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory} has no {', '.join(absent)}: download the model again")
     return paths
+
+
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """Return the type of most elements of a directory's plain weights, None if there are none of them.
+
+    Scales beside packed weights count: they are in the type that the model computes in. Raises ValueError for a file
+    that is damaged.
+    """
+    num_elements: Counter[str] = Counter()
+    for path in _present_files(directory):
+        with _open(path) as handle:
+            for name in handle.keys():  # noqa: SIM118 (no mapping)
+                tensor = handle.get_slice(name)
+                num_elements[tensor.get_dtype()] += math.prod(tensor.get_shape())
+    plain = {name: count for name, count in num_elements.items() if name in DTYPE_OF_TYPE and count}
+    return DTYPE_OF_TYPE[max(plain, key=lambda name: plain[name])] if plain else None
+
+
+def _present_files(directory: Path) -> list[Path]:
+    """Return the files that hold the weights, none if they are not (all) there."""
+    try:
+        return checkpoint_files(directory)
+    except ValueError:
+        return []
 
 
 def _open(path: Path) -> Any:

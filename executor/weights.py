@@ -40,6 +40,39 @@ class Source(Protocol):
         """
 
 
+class NamedSource(Source, Protocol):
+    """A Source whose files may have more weights than a configuration speaks of."""
+
+    def has(self, name: str) -> bool:
+        """Return whether a weight is there."""
+
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two weights that are there have the same values."""
+
+
+def agreed_ties(tied: Mapping[str, str], source: NamedSource) -> dict[str, str]:
+    """Return which parameters are to be read from another's tensor, as `load_weights` takes it.
+
+    `tied` is what config.json says. As in transformers, tensors that are both there and differ are both meant, and one
+    that is there alone, under either name, is meant for both.
+    """
+    agreed = {}
+    for name, owner in tied.items():
+        if not source.has(name):
+            agreed[name] = owner
+        elif not source.has(owner):
+            agreed[owner] = name
+        elif source.equal(name, owner):
+            agreed[name] = owner
+        else:
+            logger.warning(
+                "config.json ties %s to %s, but the checkpoint has both, and they differ: each is used as it is"
+                " (tie_word_embeddings should be false)",
+                *(name, owner),
+            )
+    return agreed
+
+
 class DummyWeights:
     """Random weights, the same for the same seed, name and shard: for trials of speed and memory."""
 

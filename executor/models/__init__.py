@@ -19,7 +19,7 @@ from executor.models.rotary import rotary_table
 from executor.models.split import check_size
 from executor.parallel import ALONE, TensorParallel
 from executor.quantization import Quantization, choose_rounding
-from executor.weights import DummyWeights, load_weights
+from executor.weights import DummyWeights, agreed_ties, load_weights
 from kernels import Backend
 
 __all__ = [
@@ -95,14 +95,15 @@ def load_model(
         )
     cos_sin_PR = rotary_table(config.rope, config.rotary_dim, max_model_len).to(device)
     model = Decoder(config, cos_sin_PR, backend, parallel)
-    load = functools.partial(load_weights, model, dtype=dtype, device=device, tied=model.tied, progress=progress)
+    load = functools.partial(load_weights, model, dtype=dtype, device=device, progress=progress)
     if load_format == "dummy":
-        load(DummyWeights(seed), rounded_bits=rounded_bits)
+        load(DummyWeights(seed), tied=model.tied, rounded_bits=rounded_bits)
     elif config.quantization is not None and config.quantization.method == "gguf":
-        load(GGUFWeights(directory))
+        load(GGUFWeights(directory), tied=model.tied)
     else:
         with Checkpoint(directory, config.quantization) as checkpoint:
-            load(renamed(checkpoint, config), rounded_bits=rounded_bits)
+            source = renamed(checkpoint, config)
+            load(source, tied=agreed_ties(model.tied, source), rounded_bits=rounded_bits)
     return model
 
 

@@ -1,5 +1,6 @@
 """What a checkpoint's config.json says about its architecture, read once: an architecture is a row."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,12 +9,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
+from executor.checkpoint import stored_dtype
 from executor.dtypes import DTYPES
 from executor.memory import KVShape
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from executor.models.rotary import Rope, rotary_frequencies
 from executor.quantization import Quantization, read_quantization
 from protocol.model_json import read_bounded
+
+logger = logging.getLogger(__name__)
 
 # What a tensor can have along a dimension, and more layers than any model: beyond, a file is damaged or a trap.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -169,7 +173,7 @@ def read_native_config(directory: Path, architecture: str) -> ModelConfig:
         keys, traits = row.translate(keys) if row.translate else (keys, Traits())
         checkpoint = msgspec.convert(keys, _Checkpoint)
         quantization = read_quantization(directory, checkpoint.quantization_config)
-        return replace(_resolve(architecture, row, checkpoint, quantization), **traits)
+        return replace(_resolve(architecture, row, checkpoint, quantization, directory), **traits)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path}: {error}. {FORM_HINT}") from None
     except ValueError as error:
@@ -177,7 +181,7 @@ def read_native_config(directory: Path, architecture: str) -> ModelConfig:
 
 
 def _resolve(
-    architecture: str, row: Architecture, checkpoint: _Checkpoint, quantization: Quantization | None
+    architecture: str, row: Architecture, checkpoint: _Checkpoint, quantization: Quantization | None, directory: Path
 ) -> ModelConfig:
     _refuse_unsupported(checkpoint)
     attention_bias = row.reads_attention_bias and checkpoint.attention_bias
@@ -197,7 +201,7 @@ def _resolve(
         rope=_rope(checkpoint),
         alibi=False,
         sliding_windows=_sliding_windows(row, checkpoint),
-        dtype=_dtype(checkpoint),
+        dtype=_dtype(checkpoint, directory),
         tie_word_embeddings=bool(checkpoint.tie_word_embeddings),
         qkv_bias=row.qkv_bias or attention_bias,
         o_bias=attention_bias,
@@ -227,8 +231,18 @@ def _check_heads(config: ModelConfig) -> None:
         raise ValueError("rope_type 'dynamic' needs more than one frequency, and so a head_dim of more than 2")
 
 
-def _dtype(checkpoint: _Checkpoint) -> torch.dtype:
-    name = checkpoint.dtype or checkpoint.torch_dtype or "float32"
+def unsaid_dtype(directory: Path) -> torch.dtype:
+    """Return the type of a checkpoint whose config.json says none: that of its weights, as far as they are here."""
+    if (stored := stored_dtype(directory)) is not None:
+        return stored
+    logger.warning("%s says no dtype, and no weights are here that do: float32 is assumed", directory / "config.json")
+    return torch.float32
+
+
+def _dtype(checkpoint: _Checkpoint, directory: Path) -> torch.dtype:
+    name = (checkpoint.dtype or checkpoint.torch_dtype or "auto").removeprefix("torch.")
+    if name == "auto":
+        return unsaid_dtype(directory)
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from executor.models.config import ModelConfig
 from executor.shards import Shard
-from executor.weights import Source
+from executor.weights import NamedSource
 from kernels import GroupwiseWeight
 
 LAYERS = "model.layers."  # ours
@@ -90,7 +90,7 @@ class StackedShard(Shard):
 class RenamedSource:
     """A Source that answers under our names from a checkpoint with theirs."""
 
-    def __init__(self, source: Source, renaming: Renaming, config: ModelConfig) -> None:
+    def __init__(self, source: NamedSource, renaming: Renaming, config: ModelConfig) -> None:
         self._source = source
         self._renaming = renaming
         self._config = config
@@ -101,6 +101,12 @@ class RenamedSource:
     def check(self, needed: set[str], unneeded: set[str]) -> None:
         theirs = {self._theirs(name) for name in unneeded} | self._renaming.unneeded
         self._source.check({self._theirs(name) for name in needed}, theirs)
+
+    def has(self, name: str) -> bool:
+        return self._source.has(self._theirs(name))
+
+    def equal(self, name: str, other: str) -> bool:
+        return self._source.equal(self._theirs(name), self._theirs(other))
 
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         module = _module(name)
@@ -154,7 +160,7 @@ class RenamedSource:
         return StackedShard(sum(sizes), shard.dim, shard.index, shard.count, offset, shard.size)
 
 
-def renamed(source: Source, config: ModelConfig) -> Source:
+def renamed(source: NamedSource, config: ModelConfig) -> NamedSource:
     """Return `source` under our names, whatever the checkpoint's architecture calls its weights."""
     return source if config.renaming is None else RenamedSource(source, RENAMINGS[config.renaming], config)
 

@@ -1,5 +1,6 @@
 """Tiny random checkpoints, written by transformers: the real format of each architecture in a few hundred kilobytes."""
 
+import json
 import math
 from pathlib import Path
 
@@ -29,10 +30,13 @@ def make_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     max_shard_size: str = "1GB",
+    dtype_key: str | None = "torch_dtype",
     **config: object,
 ) -> Path:
     """Write a random checkpoint of `architecture` to `directory` and return it.
 
+    `dtype_key` is where config.json says the dtype: torch_dtype in most repositories, which transformers 4 wrote, dtype
+    in those of transformers 5, nowhere (None) in those that other tools or older ones wrote.
     `config` holds keys of config.json that differ from TINY. Weights are large enough for the most likely token to
     stand out.
     """
@@ -40,6 +44,10 @@ def make_checkpoint(
     model = model_class(model_class.config_class(**{**TINY, **config}))
     randomize(model, seed)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    path = directory / "config.json"
+    written = json.loads(path.read_text())
+    said = written.pop("dtype")
+    path.write_text(json.dumps(written | ({dtype_key: said} if dtype_key else {})))
     return directory
 
 

@@ -19,6 +19,7 @@ from executor.models.borrowed import attention
 from executor.models.borrowed.attention import PROBE_TOKENS, AttentionLayer, UnsupportedModelError
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static, rotary_frequencies, stretched_tokens
+from executor.models.config import unsaid_dtype
 from executor.quantization import Quantization, read_quantization
 
 AUTO_CLASS = "AutoModelForCausalLM"
@@ -82,6 +83,8 @@ def read_borrowed_config(directory: Path, architecture: str, *, trust_remote_cod
     attention.register()
     with quiet(None):
         model_class, config = _resolve(directory, architecture, trust_remote_code)
+        if config.dtype is None:
+            config.dtype = unsaid_dtype(directory)
         _refuse_unsupported(architecture, config)
         widened_from, quantization = _take_quantization(architecture, config, directory)
         found = _look(architecture, model_class, config)
@@ -121,7 +124,7 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
     num_layers = getattr(config, "num_hidden_layers", None)
     if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
         _refuse(architecture, f"its configuration says {num_layers} layers, and {MOST_LAYERS} are the most")
-    if (config.dtype or torch.float32) not in DTYPES:
+    if config.dtype not in DTYPES:
         _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
 
 
@@ -167,7 +170,7 @@ def _look(architecture: str, model_class: Any, config: Any) -> BorrowedConfig:
         architecture=architecture,
         model_class=model_class,
         transformers_config=config,
-        dtype=config.dtype or torch.float32,
+        dtype=config.dtype,
         vocab_size=_count(architecture, config, "vocab_size"),
         default_max_model_len=default,
         longest_sequence_tokens=longest,

@@ -170,7 +170,19 @@ def _from_pretrained(
         problems.append(f"has, of another shape than config.json asks for, {listed(mismatched)}")
     if problems:
         raise ValueError(f"the checkpoint {directory} {' and '.join(problems)}")
+    _warn_of_untied_head(directory, causal_model)
     return causal_model
+
+
+def _warn_of_untied_head(directory: Path, causal_model: Any) -> None:
+    """Say it if the checkpoint has a head of its own where config.json ties it: transformers took it, silently here."""
+    embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
+    if causal_model.config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
+        logger.warning(
+            "config.json of %s ties the head to the embedding, but the checkpoint has both, and they differ: each is"
+            " used as it is (tie_word_embeddings should be false)",
+            directory,
+        )
 
 
 def _bar(title: str, total: int, progress: bool | None) -> Any:
