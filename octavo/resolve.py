@@ -7,7 +7,7 @@ from pathlib import Path
 
 from octavo.cache import build_once, models_directory
 from octavo.checkpoint import require_checkpoint
-from octavo.convert import link_gguf
+from octavo.convert import CONVERSION, link_gguf
 from octavo.convert.header import MAGIC
 from octavo.demo import DEMO_NAME, demo_gguf, expanded_demo, present_demo_gguf, present_expanded_demo
 from octavo.errors import ModelError
@@ -19,8 +19,6 @@ from protocol.config import Config
 
 logger = logging.getLogger(__name__)
 
-# Counts up when the same GGUF file gives another directory.
-CONVERSION = 2
 ROUNDINGS = ("int8", "int4")  # of Config.quantization: what they take is plain weights
 
 

@@ -9,13 +9,24 @@ from octavo.cache import require_space
 from octavo.convert.config import model_config
 from octavo.convert.index import build_index, computing_dtype
 from octavo.convert.metadata import GGUFFile
-from octavo.convert.tokenizer import build_tokenizer, tokenizer_config
+from octavo.convert.tokenizer import build_tokenizer, end_ids, tokenizer_config
 from octavo.convert.weights import plan_weights, write_safetensors
 from octavo.json_files import write_object
 from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+# Counts up when the same GGUF file gives another directory.
+CONVERSION = 3
+# generation_config.json's names of what a file recommends
+SAMPLING = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 def link_gguf(path: Path, directory: Path) -> None:
@@ -59,11 +70,10 @@ def _write_descriptions(file: GGUFFile, config: dict[str, Any], tokenizer: "Toke
 
 
 def _generation_config(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
-    """The ids that begin, end and pad. A GGUF file states no sampling defaults, so none are written."""
+    """The ids that begin, end and pad, and the sampling that the file recommends."""
     names = ("bos_token_id", "pad_token_id")
-    ends = [file.token_id(name) for name in ("eos", "eot", "eom")]
-    eos_token_ids = sorted({token_id for token_id in ends if token_id is not None})
-    ids: dict[str, Any] = {name: config[name] for name in names if name in config}
-    if eos_token_ids:
-        ids["eos_token_id"] = eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids
-    return ids
+    said: dict[str, Any] = {name: config[name] for name in names if name in config}
+    if eos_token_ids := end_ids(file):
+        said["eos_token_id"] = eos_token_ids[0] if len(eos_token_ids) == 1 else eos_token_ids
+    recommended = {name: file.get(f"general.sampling.{key}", float | int) for name, key in SAMPLING.items()}
+    return said | {name: value for name, value in recommended.items() if value is not None}

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from octavo.convert.keys import check_keys
 from octavo.convert.metadata import Count, GGUFFile, Positive
 from octavo.convert.weights import read_tensor
 from octavo.errors import ModelError
@@ -31,6 +32,7 @@ def model_config(file: GGUFFile) -> dict[str, Any]:
     hidden_size = file.require(f"{architecture}.embedding_length", Count)
     num_attention_heads = file.require(f"{architecture}.attention.head_count", Count)
     head_dim = file.get(f"{architecture}.attention.key_length", Count, hidden_size // num_attention_heads)
+    check_keys(file, head_dim)
     config = {
         "architectures": [ARCHITECTURES[architecture]],
         "model_type": architecture,
@@ -59,6 +61,9 @@ def _vocab_size(file: GGUFFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ModelError(f"{file.path} has no embedding (token_embd.weight): it is not a whole language model.")
+    num_tokens = len(file.require("tokenizer.ggml.tokens", list[str]))
+    if num_tokens > embedding.shape[0]:
+        raise ModelError(f"{file.path} is damaged: it has {num_tokens} tokens, and embeddings of {embedding.shape[0]}.")
     return embedding.shape[0]
 
 
@@ -74,18 +79,27 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     prefix = f"{file.architecture}.rope"
     if file.get(f"{prefix}.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{file.path} rotates only a part of each head, which is not supported as a GGUF file.")
+    factor = file.get(f"{prefix}.scaling.factor", Positive, file.get(f"{prefix}.scale_linear", Positive, 1.0))
+    kind = file.get(f"{prefix}.scaling.type", str, "linear")  # as llama.cpp takes a factor without a type
     if "rope_freqs.weight" in file.tensors:
+        if kind != "none" and factor != 1:
+            raise ModelError(
+                f"{file.path} scales its rotary frequencies twice ({prefix}.scaling.factor and rope_freqs.weight),"
+                " which is not supported."
+            )
         return _llama3_scaling(file, head_dim)
-    match file.get(f"{prefix}.scaling.type", str, "none"):
+    match kind:
         case "none":
             return None
         case "linear":
-            return {"rope_type": "linear", "factor": file.require(f"{prefix}.scaling.factor", Positive)}
+            return None if factor == 1 else {"rope_type": "linear", "factor": factor}
         case "yarn":
+            betas = {name: file.get(f"{prefix}.scaling.yarn_{name}", Positive) for name in ("beta_fast", "beta_slow")}
             return {
                 "rope_type": "yarn",
                 "factor": file.require(f"{prefix}.scaling.factor", Positive),
                 "original_max_position_embeddings": file.require(f"{prefix}.scaling.original_context_length", Count),
+                **{name: value for name, value in betas.items() if value is not None},
             }
         case other:
             raise ModelError(f"{file.path} scales its rotary frequencies by {other!r}, which is not supported.")

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
+SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
+
 
 class GGUFFile:
     """A GGUF file's metadata by key and tensors by name. Raises ModelError if it is not a whole one."""
@@ -40,6 +42,10 @@ class GGUFFile:
         except ValueError as error:
             raise ModelError(f"{self.path} has a GGUF key {key!r} that cannot be used: {error}.") from error
 
+    @property
+    def keys(self) -> list[str]:
+        return list(self._values)
+
     def require(self, key: str, kind: Any) -> Any:
         """The value of a key that every usable file has."""
         value = self.get(key, kind)
@@ -48,12 +54,14 @@ class GGUFFile:
         return value
 
     def token_id(self, name: str) -> int | None:
-        """The id of a special token: bos, eos, eot, eom, unknown, padding.
+        """The id of a special token: bos, eos, unknown, padding, eot, eom, fim_pad, fim_rep, fim_sep.
 
-        One that the vocabulary lacks counts as none, as for llama.cpp: files with such an id for padding are common.
+        SentencePiece's vocabularies have bos, eos and unknown where Llama's has them, unless the file says otherwise.
+        An id that the vocabulary lacks counts as none, as for llama.cpp: files with such an id for padding are common.
         """
         key = f"tokenizer.ggml.{name}_token_id"
-        token_id: int | None = self.get(key, int)
+        usual = SENTENCEPIECE_IDS.get(name) if self.get("tokenizer.ggml.model", str) == "llama" else None
+        token_id: int | None = self.get(key, int, usual)
         tokens = self._values.get("tokenizer.ggml.tokens")
         num_tokens = len(tokens) if isinstance(tokens, list) else 0
         if token_id is not None and not 0 <= token_id < num_tokens:

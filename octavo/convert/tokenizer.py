@@ -8,11 +8,16 @@ vocabularies are built by transformers, which recovers their merges.
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from octavo.convert.ends import NAMES as END_NAMES
+from octavo.convert.ends import end_token_ids
 from octavo.convert.metadata import Count, GGUFFile
 from octavo.errors import ModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer, pre_tokenizers
+
+
+SPACE = "\u2581"  # as SentencePiece spells it
 
 
 class TokenType(IntEnum):
@@ -76,10 +81,7 @@ def build_tokenizer(file: GGUFFile) -> "Tokenizer":
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The content of tokenizer_config.json: the special tokens' text and the chat template."""
-    tokens = _tokens(file)
-    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    found = {key: file.token_id(name) for key, name in ids.items()}
-    config: dict[str, Any] = {key: tokens[token_id] for key, token_id in found.items() if token_id is not None}
+    config: dict[str, Any] = dict(special_tokens(file))
     if (template := file.get("tokenizer.chat_template", str)) is not None:
         config["chat_template"] = template
     return config | {
@@ -105,7 +107,7 @@ def _split(file: GGUFFile) -> Split:
 def _byte_level_bpe(file: GGUFFile, split: Split) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens, types = _tokens(file), _token_types(file)
+    tokens, types = _tokens(file), token_types(file)
     vocab = {token: i for i, token in enumerate(tokens) if types[i] != TokenType.UNUSED}
     merges = _merges(file, vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignore_merges))
@@ -143,14 +145,24 @@ def _pre_tokenizer(split: Split) -> "pre_tokenizers.PreTokenizer":
 def _sentencepiece(file: GGUFFile) -> "Tokenizer":
     from transformers import AutoTokenizer
 
-    _token_types(file)  # of a damaged file transformers would say less
+    token_types(file)  # of a damaged file transformers would say less
     try:
         loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise ModelError(f"{file.path} has a tokenizer (llama) that cannot be converted: {error}.") from error
     tokenizer: Tokenizer = loaded.backend_tokenizer
+    if not file.get("tokenizer.ggml.add_space_prefix", bool, True):
+        _take_space_prefix_out(tokenizer)
     _set_post_processor(tokenizer, file)
     return tokenizer
+
+
+def _take_space_prefix_out(tokenizer: "Tokenizer") -> None:
+    """Let no text begin with a space that it does not have: transformers puts one before every text."""
+    from tokenizers import decoders, pre_tokenizers
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _add_tokens(tokenizer: "Tokenizer", tokens: list[str], types: list[int]) -> None:
@@ -173,11 +185,31 @@ def _tokens(file: GGUFFile) -> list[str]:
     return list(file.require("tokenizer.ggml.tokens", list[str]))
 
 
-def _token_types(file: GGUFFile) -> list[int]:
+def special_tokens(file: GGUFFile) -> dict[str, str]:
+    """The text of the special tokens that chat templates see, by its name in tokenizer_config.json."""
+    tokens = _tokens(file)
+    ids = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    found = {key: file.token_id(name) for key, name in ids.items()}
+    return {key: tokens[token_id] for key, token_id in found.items() if token_id is not None}
+
+
+def end_ids(file: GGUFFile) -> list[int]:
+    """The ids of all tokens that end an answer."""
+    tokens = _tokens(file)
+    control = [token for token, kind in zip(tokens, token_types(file), strict=True) if kind == TokenType.CONTROL]
+    return end_token_ids(file, tokens, special_tokens(file), control)
+
+
+def token_types(file: GGUFFile) -> list[int]:
+    """Each token's type. What ends an answer is a control token, also where the file calls it a word."""
     types, num_tokens = list(file.require("tokenizer.ggml.token_type", list[int])), len(_tokens(file))
     if len(types) != num_tokens:
         raise ModelError(f"{file.path} is damaged: it has {num_tokens} tokens, but types of {len(types)}.")
-    return types
+    is_end = [token in END_NAMES for token in _tokens(file)]
+    return [
+        TokenType.CONTROL if ends and kind != TokenType.UNUSED else kind
+        for kind, ends in zip(types, is_end, strict=True)
+    ]
 
 
 def _adds_bos(file: GGUFFile) -> bool:

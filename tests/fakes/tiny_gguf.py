@@ -54,11 +54,17 @@ def write_gguf(
     pre: str | None = "smollm",
     sentencepiece: bool = False,
     kinds: Mapping[str, str] | str | None = None,
+    renamed: Mapping[str, str] | None = None,
+    control_types: list[int] | None = None,
+    bos: bool = True,
+    eos: bool = True,
     **keys: Any,
 ) -> Path:
     """Write `model` as llama.cpp would. `keys` are further metadata, with double underscores for dots.
 
     `kinds` is the type of all matrices, or of those whose GGUF name ends in a key; the rest, and vectors, are float32.
+    `renamed` tokens have another text, `control_types` are of the first three; without `bos` and `eos` the file does
+    not say these ids.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
@@ -66,9 +72,11 @@ def write_gguf(
     if sentencepiece:
         _add_sentencepiece(writer)
     else:
-        _add_byte_level_bpe(writer, pre)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+        _add_byte_level_bpe(writer, pre, renamed or {}, control_types or [], "tokenizer__chat_template" not in keys)
+    if bos:
+        writer.add_bos_token_id(1)
+    if eos:
+        writer.add_eos_token_id(2)
     for key, value in keys.items():
         _add_value(writer, key.replace("__", "."), value)
     names = gguf.get_tensor_name_map(_architecture(config.model_type), config.num_hidden_layers)
@@ -117,15 +125,20 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_key_length(config.head_dim)
 
 
-def _add_byte_level_bpe(writer: gguf.GGUFWriter, pre: str | None) -> None:
+def _add_byte_level_bpe(
+    writer: gguf.GGUFWriter, pre: str | None, renamed: Mapping[str, str], control_types: list[int], has_template: bool
+) -> None:
     tokens, types = vocabulary()
+    tokens = [renamed.get(token, token) for token in tokens]
+    types[: len(control_types)] = control_types
     writer.add_tokenizer_model("gpt2")
     if pre is not None:
         writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges(MERGES)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    if has_template:
+        writer.add_chat_template(CHAT_TEMPLATE)
 
 
 def _add_sentencepiece(writer: gguf.GGUFWriter) -> None:

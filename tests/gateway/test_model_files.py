@@ -33,7 +33,7 @@ def chat_text(files: ModelFiles) -> str:
 
 def test_the_demo_directory_is_read(demo_directory: Path) -> None:
     files = read(demo_directory)
-    assert (files.eos_token_ids, files.max_position_tokens) == ((2,), 8192)
+    assert (files.eos_token_ids, files.max_position_tokens) == ((0, 2), 8192)
     assert chat_text(files).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 

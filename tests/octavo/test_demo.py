@@ -73,7 +73,7 @@ def test_config(demo_directory: Path) -> None:
     assert expected.items() <= config.items()
     assert read(demo_directory, "generation_config.json") == {
         "bos_token_id": 1,
-        "eos_token_id": 2,
+        "eos_token_id": [0, 2],  # <|endoftext|> too
         "pad_token_id": 2,
     }
 
