@@ -10,26 +10,32 @@ from gateway.metrics import Metrics, Observation
 from gateway.openai_responses import PromptTokensDetails, Usage
 from gateway.openai_types import CommonRequest, stop_strings
 from gateway.sampling import for_choice
+from protocol.messages import excess_of_prompt_logprobs
 from protocol.sampling import SamplingParams
 
 
 class Choices:
-    """What `start` returns: every choice is admitted. Iterating gives (choice, Delta), as they come.
+    """What `start` returns: as many choices are admitted as may run at once. Iterating gives (choice, Delta), as they
+    come, and starts one of the others whenever a choice has ended.
 
     Iterating raises RequestError if one of them fails; `close`, idempotent, aborts what still runs.
     """
 
     def __init__(
         self,
+        engine: Engine,
         generations: Sequence[Generation],
         requests: Sequence[GenerationRequest],
         observations: Sequence[Observation],
         n: int,
     ) -> None:
-        self._generations = generations
+        self._engine = engine
+        self._requests = requests
+        self._generations = dict(enumerate(generations))  # those that have been started, by choice
+        self._is_closed = False
         self._observations = observations
         # The prompt of n choices counts once, and so does what the first of them found in the cache.
-        self._counted = range(0, len(generations), n)
+        self._counted = range(0, len(requests), n)
         self._num_prompt_tokens = sum(len(requests[index].prompt.token_ids) for index in self._counted)
         self._num_cached_tokens = 0
         self._num_completion_tokens = 0
@@ -38,12 +44,12 @@ class Choices:
     async def start(
         cls, engine: Engine, requests: Sequence[GenerationRequest], *, n: int, metrics: Metrics, arrived_s: float
     ) -> "Choices":
-        """Return the choices of `requests`, n a prompt, once all are admitted; `arrived_s` is a `perf_counter`.
+        """Return the choices of `requests`, n a prompt, once those that may run at once are admitted.
 
-        Raises RequestError if one is not (429, 503 or 400): then none is left running.
+        `arrived_s` is a `perf_counter`. Raises RequestError if one is not (429, 503 or 400): then none is left running.
         """
         try:
-            generations = await _start_all(engine, requests)
+            generations = await _start_all(engine, requests[: _num_places(engine)])
         except Overloaded as error:
             raise overloaded(error.reason, error.retry_after_s) from None
         except Unavailable as error:
@@ -56,17 +62,47 @@ class Choices:
             Observation(metrics, arrived_s, len(request.prompt.token_ids), request.sampling.max_tokens)
             for request in requests
         ]
-        return cls(generations, requests, observations, n)
+        return cls(engine, generations, requests, observations, n)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
-        if len(self._generations) == 1:
+        if len(self._requests) == 1:
             async for delta in self._generations[0]:
                 self._count(0, delta)
                 yield 0, delta
             return
-        async for index, delta in _merged(self._generations):
+        async for index, delta in self._merged():
             self._count(index, delta)
             yield index, delta
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
+        pending = {asyncio.ensure_future(anext(each)): index for index, each in self._generations.items()}
+        num_begun = len(pending)
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=pending.__getitem__):
+                    index, delta = pending.pop(task), task.result()
+                    if not delta.finish_reason:
+                        pending[asyncio.ensure_future(anext(self._generations[index]))] = index
+                    elif num_begun < len(self._requests):
+                        pending[asyncio.ensure_future(self._begin(num_begun))] = num_begun
+                        num_begun += 1
+                    yield index, delta
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def _begin(self, index: int) -> Delta:
+        """Start one more choice and return its first Delta."""
+        try:
+            generation = await self._engine.start_patiently(self._requests[index])
+        except Refused as error:
+            raise RequestError(error.reason, code="refused") from None
+        self._generations[index] = generation
+        if self._is_closed:
+            generation.close()
+            raise asyncio.CancelledError
+        return await anext(generation)
 
     def _count(self, index: int, delta: Delta) -> None:
         """Take what a choice gives into account. Raises RequestError if it failed."""
@@ -82,7 +118,7 @@ class Choices:
 
     async def collect(self) -> list[Whole]:
         """Return all choices, complete."""
-        wholes = [Whole() for _ in self._generations]
+        wholes = [Whole() for _ in self._requests]
         async for index, delta in self:
             wholes[index].add(delta)
         return wholes
@@ -94,8 +130,10 @@ class Choices:
         return Usage(self._num_prompt_tokens, self._num_completion_tokens, num_tokens, details)
 
     def close(self) -> None:
-        for generation, observation in zip(self._generations, self._observations, strict=True):
+        self._is_closed = True
+        for generation in self._generations.values():
             generation.close()
+        for observation in self._observations:
             observation.end("abort")
 
 
@@ -106,7 +144,13 @@ def generation_requests(
     prompts: Sequence[list[int]],
     samplings: Sequence[SamplingParams],
 ) -> list[GenerationRequest]:
-    """Return what to start for the choices of a request, n a prompt, in the order of their indexes."""
+    """Return what to start for the choices of a request, n a prompt, in the order of their indexes.
+
+    Raises RequestError for log probabilities of a prompt that are too much for one answer.
+    """
+    for token_ids, sampling in zip(prompts, samplings, strict=True):
+        if excess := excess_of_prompt_logprobs(len(token_ids), sampling.num_prompt_logprobs):
+            raise RequestError(excess, param="logprobs", code="invalid_value")
     n = body.n or 1
     shared = [Prompt.of(f"{response_id}-{index}", token_ids) for index, token_ids in enumerate(prompts)]
     return [
@@ -138,16 +182,6 @@ async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> l
         raise
 
 
-async def _merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Delta]]:
-    pending = {asyncio.ensure_future(anext(generation)): index for index, generation in enumerate(generations)}
-    try:
-        while pending:
-            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=pending.__getitem__):
-                index, delta = pending.pop(task), task.result()
-                if not delta.finish_reason:
-                    pending[asyncio.ensure_future(anext(generations[index]))] = index
-                yield index, delta
-    finally:
-        for task in pending:
-            task.cancel()
+def _num_places(engine: Engine) -> int:
+    """Return how many choices of one request may run at once: a quarter of a step is left to others."""
+    return max(1, engine.ready.max_num_seqs * 3 // 4) if engine.ready else 1

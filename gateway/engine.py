@@ -1,9 +1,10 @@
 """From a prompt to a stream of text: the one path of HTTP routes, the Python API and the command line."""
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gateway.client import SchedulerClient
@@ -26,6 +27,9 @@ __all__ = [
     "TokenLogprob",
     "Unavailable",
 ]
+
+
+RETRY_S = 0.05  # while the scheduler is full, or a process starts again
 
 
 class Overloaded(Exception):  # noqa: N818  (what the scheduler answered)
@@ -209,6 +213,15 @@ class Engine:
             if not admitted:
                 generation.close()
         return generation
+
+    async def start_patiently(self, request: GenerationRequest) -> Generation:
+        """Return once the request is admitted, however long the schedulers are full or away. Raises Refused."""
+        for attempt in itertools.count():
+            try:
+                return await self.start(replace(request, request_id=f"{request.request_id}-{attempt}"))
+            except (Overloaded, Unavailable):
+                await asyncio.sleep(RETRY_S)
+        raise AssertionError("attempts do not end")
 
 
 def scheduler_clients(config: Config) -> list[SchedulerClient]:

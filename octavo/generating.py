@@ -1,18 +1,14 @@
 """Prepared requests become outputs: as many at a time as a scheduler is glad to hold, none refused for being many."""
 
 import asyncio
-import dataclasses
-import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway.engine import Delta, Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from gateway.engine import Delta, Engine, Generation, GenerationRequest, Refused
 from gateway.tokenizer import Tokenizer
 from octavo.errors import GenerationFailedError
 from octavo.outputs import Collected, RequestOutput, request_output
 from octavo.preparation import PreparedRequest
-
-RETRY_S = 0.05  # while the scheduler is full, or a process starts again
 
 
 class Generating:
@@ -74,16 +70,11 @@ class Generating:
                 yield delta
 
     async def _start(self, sequence: GenerationRequest) -> Generation:
-        """Return the generation once the scheduler has it, however long it is full or away."""
-        for attempt in itertools.count():
-            request = dataclasses.replace(sequence, request_id=f"{sequence.request_id}-{attempt}")
-            try:
-                return await self._engine.start(request)
-            except (Overloaded, Unavailable):
-                await asyncio.sleep(RETRY_S)
-            except Refused as error:
-                raise ValueError(error.reason) from None
-        raise AssertionError("attempts do not end")
+        """Return the generation once the scheduler has it. Raises ValueError if it never will."""
+        try:
+            return await self._engine.start_patiently(sequence)
+        except Refused as error:
+            raise ValueError(error.reason) from None
 
 
 def collected(request: PreparedRequest, tokenizer: Tokenizer) -> list[Collected]:

@@ -19,6 +19,7 @@ from msgspec import Meta
 from protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 2
+MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt: they go out in one message
 
 
 def _decoder(union: Any) -> Callable[[bytes], Any]:
@@ -93,6 +94,22 @@ class Logprobs(Record, frozen=True):
             self.top_token_ids[wide:],
             self.top_logprobs[wide:],
         )
+
+
+def logprob_bytes(num_alternatives: int) -> int:
+    """Return what the log probabilities of one token take."""
+    return 8 + 8 * num_alternatives
+
+
+def excess_of_prompt_logprobs(num_prompt_tokens: int, num_alternatives: int | None) -> str | None:
+    """Return why nobody can have the log probabilities of so long a prompt, with so many alternatives; or None."""
+    num_bytes = 0 if num_alternatives is None else num_prompt_tokens * logprob_bytes(num_alternatives)
+    if num_bytes <= MAX_PROMPT_LOGPROBS_BYTES:
+        return None
+    return (
+        f"the log probabilities of {num_prompt_tokens} prompt tokens take {num_bytes >> 20} MiB,"
+        f" of {MAX_PROMPT_LOGPROBS_BYTES >> 20} at most: ask for fewer alternatives, or for less of the prompt"
+    )
 
 
 # Gateway to scheduler

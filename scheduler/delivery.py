@@ -9,9 +9,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocol.messages import Hello, Logprobs, Output, Outputs, Submit
+from protocol.messages import Hello, Logprobs, Output, Outputs, Submit, logprob_bytes
 from scheduler.scheduler import Update
-from scheduler.sizes import logprob_bytes
 
 MAX_OUTPUTS_BYTES = 8 << 20  # of one message, beside the log probabilities of one prompt
 RETRY_S = 0.02  # between tries to send to a gateway whose queue is full

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from protocol.messages import excess_of_prompt_logprobs
 from scheduler.sequence import Sequence
-from scheduler.sizes import MAX_LOGPROBS_BYTES, MAX_STEP_BYTES, prompt_logprobs_bytes
+from scheduler.sizes import MAX_STEP_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,6 @@ def _unsupported(sequence: Sequence, limits: Limits) -> str | None:
         return "the prompt is empty"
     if num_prompt_tokens > limits.max_model_len:
         return f"the prompt has {num_prompt_tokens} tokens; the model takes {limits.max_model_len}"
-    if (num_bytes := prompt_logprobs_bytes(sequence)) > MAX_LOGPROBS_BYTES:
-        return (
-            f"the log probabilities of {num_prompt_tokens} prompt tokens take {num_bytes >> 20} MiB,"
-            f" of {MAX_LOGPROBS_BYTES >> 20} at most: ask for fewer alternatives, or for less of the prompt"
-        )
+    if excess := excess_of_prompt_logprobs(num_prompt_tokens, sequence.sampling.num_prompt_logprobs):
+        return excess
     return None

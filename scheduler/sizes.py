@@ -1,11 +1,11 @@
 """How many bytes a share takes, at most, in the Step that asks for it and in the StepResult: messages have a limit."""
 
+from protocol.messages import logprob_bytes
 from protocol.sampling import SamplingParams
 from protocol.sockets import MAX_MESSAGE_BYTES
 from scheduler.sequence import Sequence
 
 MAX_STEP_BYTES = MAX_MESSAGE_BYTES // 2  # of both together, so that what is not counted here never matters
-MAX_LOGPROBS_BYTES = MAX_MESSAGE_BYTES // 2  # of one prompt, since they go out in one message
 FRAME_BYTES = 256  # around a share and its result: numbers, lengths, the plain sampling parameters
 
 
@@ -29,14 +29,3 @@ def init_bytes(sequence: Sequence) -> int:
         num_ids += len(sequence.prompt_token_ids)
     num_distinct_bytes = len(sequence.prompt.distinct_token_ids()) if sampling.repetition_penalty != 1.0 else 0
     return 5 * num_ids + num_distinct_bytes
-
-
-def logprob_bytes(num_alternatives: int) -> int:
-    """Return what the log probabilities of one token take."""
-    return 8 + 8 * num_alternatives
-
-
-def prompt_logprobs_bytes(sequence: Sequence) -> int:
-    """Return what the log probabilities of the prompt take, if they are wanted."""
-    num_alternatives = sequence.sampling.num_prompt_logprobs
-    return 0 if num_alternatives is None else logprob_bytes(num_alternatives) * len(sequence.prompt_token_ids)

@@ -1,5 +1,6 @@
 """Completions: every form of prompt, echo and log probabilities, streamed and not."""
 
+import asyncio
 from itertools import chain
 from typing import Any
 
@@ -142,3 +143,22 @@ async def test_control_tokens_show_only_when_asked_for(served: Served) -> None:
     shown = await served.complete(max_tokens=3, ignore_eos=True, skip_special_tokens=False)
     assert hidden["choices"][0]["text"] == "ab"
     assert shown["choices"][0]["text"] == "a<|im_end|>b"
+
+
+async def test_log_probabilities_of_more_prompt_than_an_answer_holds_are_refused(served: Served) -> None:
+    """400,000 tokens with 20 alternatives each are 67 MB between two processes, and 500 MB of JSON."""
+    usual, served.scheduler.max_model_len = served.scheduler.max_model_len, 1 << 19
+    try:
+        async with asyncio.timeout(10):
+            while (await served.http.get("/v1/models")).json()["data"][0]["max_model_len"] != 1 << 19:
+                await asyncio.sleep(0.01)
+        body = completion([5] * 400_000, echo=True, logprobs=20, max_tokens=1)
+        response = await served.post("/v1/completions", body)
+    finally:
+        served.scheduler.max_model_len = usual
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    assert "400000 prompt tokens take 64 MiB, of 32 at most" in response.json()["error"]["message"]
+    async with asyncio.timeout(10):
+        while (await served.http.get("/v1/models")).json()["data"][0]["max_model_len"] != usual:
+            await asyncio.sleep(0.01)
