@@ -90,30 +90,35 @@ class RequestRecord:
         self.num_sent_tokens = min(self.num_sent_tokens, max(num_received_tokens, self.first_token_index))
         self.is_finish_sent = False
 
-    def outputs(self) -> Iterator[Output]:
-        """Yield what the gateway lacks, in pieces that a message has room for; the finish is with the last."""
-        num_token_bytes = 4 + (logprob_bytes(self.logprobs.num_alternatives) if self.logprobs is not None else 0)
-        most = max(1, MAX_OUTPUTS_BYTES // num_token_bytes)
-        for first in range(self.num_sent_tokens, max(self.num_tokens, self.num_sent_tokens + 1), most):
-            yield self._output(first, min(first + most, self.num_tokens))
+    def outputs(self) -> list[Output]:
+        """Return what the gateway lacks, in pieces that a message has room for; the finish is with the last."""
+        start, end = self.num_sent_tokens - self.first_token_index, len(self.token_ids)
+        num_token_bytes = 4 if self.logprobs is None else 4 + logprob_bytes(self.logprobs.num_alternatives)
+        most = MAX_OUTPUTS_BYTES // num_token_bytes or 1
+        if end - start <= most:
+            return [self._output(start, end, self.finish_reason)]
+        *early, last = range(start, end, most)
+        pieces = [self._output(first, first + most, None) for first in early]
+        return [*pieces, self._output(last, end, self.finish_reason)]
 
-    def _output(self, first: int, end: int) -> Output:
-        start, stop = first - self.first_token_index, end - self.first_token_index
-        is_last = end == self.num_tokens
+    def _output(self, start: int, end: int, finish_reason: str | None) -> Output:
+        first = self.first_token_index + start
         return Output(
             self.request_id,
             first,
-            self.token_ids[start:stop].tobytes(),
-            self.finish_reason if is_last else None,
-            self.logprobs.of(start, stop) if self.logprobs is not None else None,
+            self.token_ids[start:end].tobytes(),
+            finish_reason,
+            self.logprobs.of(start, end) if self.logprobs is not None else None,
             self.num_cached_tokens,
             self.prompt_logprobs if first == 0 else None,
-            self.error if is_last else None,
+            self.error if finish_reason else None,
         )
 
-    def mark_sent(self, output: Output) -> None:
-        self.num_sent_tokens = output.first_token_index + len(output.token_ids) // 4
+    def mark_sent(self, output: Output) -> bool:
+        """Take what a message had for sent; return whether that was the last of it."""
+        self.num_sent_tokens = num_sent_tokens = output.first_token_index + len(output.token_ids) // 4
         self.is_finish_sent = output.finish_reason is not None
+        return num_sent_tokens == self.num_tokens and (self.is_finish_sent or self.finish_reason is None)
 
 
 @dataclass(slots=True)
@@ -233,8 +238,7 @@ class Ledger:
     def mark_sent(self, gateway: Gateway, outputs: Outputs, records: list[RequestRecord]) -> None:
         gateway.blocked_since_s, gateway.next_try_s = None, 0.0
         for output, record in zip(outputs.outputs, records, strict=True):
-            record.mark_sent(output)
-            if not record.is_behind:
+            if record.mark_sent(output):
                 gateway.behind.pop(record.request_id, None)
 
     def mark_blocked(self, gateway: Gateway, now_s: float) -> None:

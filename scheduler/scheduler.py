@@ -141,7 +141,8 @@ class Scheduler:
         sampling = sequence.sampling
         sequence.arrival = self._num_arrivals
         self._num_arrivals += 1
-        sequence.share_bytes, sequence.token_bytes = share_bytes(sampling), token_bytes(sampling)
+        sequence.token_bytes = token_bytes(sampling)
+        sequence.share_bytes = share_bytes(sequence)
         sequence.max_num_tokens = self.limits.max_num_tokens(sequence)
         sequence.stop_token_ids = frozenset(sampling.eos_token_ids + sampling.stop_token_ids)
         if sampling.num_prompt_logprobs is not None and not sequence.output_token_ids:
@@ -210,9 +211,10 @@ class Scheduler:
                 num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
             if not (num_tokens and sequence.is_running):
                 continue
-            num_tokens = self._num_fitting_tokens(sequence, num_tokens, plan)
-            if not num_tokens:
-                continue
+            if num_tokens > 1 or sequence.share_bytes > plan.num_bytes or sequence.needs_init:
+                num_tokens = self._num_fitting_tokens(sequence, num_tokens, plan)
+                if not num_tokens:
+                    continue
             has_room = sequence.num_planned_tokens + num_tokens <= sequence.num_slots
             if has_room or self._grow(sequence, num_tokens, plan):
                 self._add_share(sequence, num_tokens, plan)
@@ -238,10 +240,11 @@ class Scheduler:
     def _num_fitting_tokens(self, sequence: Sequence, num_tokens: int, plan: Plan) -> int:
         """Return how many of its next `num_tokens` tokens the step's messages have room for."""
         num_bytes = plan.num_bytes - sequence.share_bytes
-        num_bytes -= len(sequence.packed_block_table) or 4 * self.limits.num_blocks_for(sequence.num_tokens)
+        if not sequence.is_running:
+            num_bytes -= 4 * self.limits.num_blocks_for(sequence.num_tokens)
         if sequence.needs_init:
             num_bytes -= init_bytes(sequence)
-        return min(num_tokens, max(num_bytes // sequence.token_bytes, 0 if plan.shares else 1))
+        return min(num_tokens, max(1 + num_bytes // sequence.token_bytes, 0 if plan.shares else 1))
 
     def _admit(self, sequence: Sequence, cached_blocks: list[int]) -> bool:
         """Give a waiting sequence the blocks for all its known tokens; return False if there are too few.
@@ -289,6 +292,7 @@ class Scheduler:
         """Give a sequence another block table. Nothing else does: it is packed here, once for many steps."""
         sequence.block_table = block_table
         sequence.packed_block_table = block_table.tobytes()
+        sequence.share_bytes = share_bytes(sequence)
         sequence.num_slots = len(block_table) * self.limits.block_size
 
     def _victim_key(self, sequence: Sequence) -> tuple[int, int, int]:
@@ -311,7 +315,9 @@ class Scheduler:
         num_known_tokens = sequence.num_tokens
         samples = num_known_tokens <= end and num_known_tokens < sequence.max_num_tokens
         share = Share(sequence, start, end, samples, sequence.needs_init)
-        plan.num_bytes -= sequence.share_bytes + len(sequence.packed_block_table) + num_tokens * sequence.token_bytes
+        plan.num_bytes -= sequence.share_bytes
+        if num_tokens > 1:
+            plan.num_bytes -= (num_tokens - 1) * sequence.token_bytes
         if sequence.needs_init:
             plan.num_bytes -= init_bytes(sequence)
         sequence.num_planned_tokens = end

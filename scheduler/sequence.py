@@ -51,8 +51,8 @@ class Sequence:
 
     num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
-    share_bytes: int = field(init=False, default=0)  # of messages: for each share
-    token_bytes: int = field(init=False, default=0)  # and for each token of one
+    share_bytes: int = field(init=False, default=0)  # of messages: what a share of one token takes
+    token_bytes: int = field(init=False, default=0)  # and each one more
     max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
     stop_token_ids: frozenset[int] = field(init=False, default=frozenset())
     num_computed_tokens: int = field(init=False, default=0)  # whose KV exists

@@ -9,9 +9,11 @@ MAX_STEP_BYTES = MAX_MESSAGE_BYTES // 2  # of both together, so that what is not
 FRAME_BYTES = 256  # around a share and its result: numbers, lengths, the plain sampling parameters
 
 
-def share_bytes(sampling: SamplingParams) -> int:
-    """Return what every share takes beside its tokens and its block table."""
-    return FRAME_BYTES + (0 if sampling.num_logprobs is None else logprob_bytes(sampling.num_logprobs))
+def share_bytes(sequence: Sequence) -> int:
+    """Return what a share of one token takes, with the block table that the sequence has now."""
+    num_alternatives = sequence.sampling.num_logprobs
+    num_logprob_bytes = 0 if num_alternatives is None else logprob_bytes(num_alternatives)
+    return FRAME_BYTES + num_logprob_bytes + sequence.token_bytes + len(sequence.packed_block_table)
 
 
 def token_bytes(sampling: SamplingParams) -> int:
