@@ -12,9 +12,11 @@ import torch
 from executor.checkpoint import stored_dtype
 from executor.dtypes import DTYPES
 from executor.memory import KVShape
+from executor.models.keys import refuse_other_models
 from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
-from executor.models.rotary import Rope, rotary_frequencies
+from executor.models.rotary import Rope, rotary_frequencies, without_effect
 from executor.quantization import Quantization, read_quantization
+from executor.wrong_values import WrongValueError, converted
 from protocol.model_json import read_bounded
 
 logger = logging.getLogger(__name__)
@@ -149,12 +151,12 @@ def read_architecture(directory: Path) -> str:
     """Return the name of a checkpoint directory's architecture. Raises ValueError if it does not name one."""
     path = directory / "config.json"
     try:
-        architectures = msgspec.json.decode(read_bounded(path), type=_Architectures).architectures
+        architectures = converted(msgspec.json.decode(read_bounded(path)), _Architectures).architectures
         if len(architectures) != 1:
             raise ValueError(f"architectures names {len(architectures)} of them; one is needed")
     except FileNotFoundError:
         raise ValueError(f"{directory} has no config.json: it is not a model directory") from None
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, WrongValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}. {FORM_HINT}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -170,11 +172,13 @@ def read_native_config(directory: Path, architecture: str) -> ModelConfig:
     try:
         row = ARCHITECTURES[architecture]
         keys: dict[str, Any] = msgspec.json.decode(read_bounded(path))
+        if row.translate is None:
+            refuse_other_models(keys)
         keys, traits = row.translate(keys) if row.translate else (keys, Traits())
-        checkpoint = msgspec.convert(keys, _Checkpoint)
+        checkpoint = converted(keys, _Checkpoint)
         quantization = read_quantization(directory, checkpoint.quantization_config)
         return replace(_resolve(architecture, row, checkpoint, quantization, directory), **traits)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, WrongValueError) as error:
         raise ValueError(f"{path}: {error}. {FORM_HINT}") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -198,7 +202,7 @@ def _resolve(
         rotary_dim=int(head_dim * row.partial_rotary_factor),
         rms_norm_eps=checkpoint.rms_norm_eps,
         max_position_embeddings=checkpoint.max_position_embeddings,
-        rope=_rope(checkpoint),
+        rope=_rope(checkpoint, directory / "config.json"),
         alibi=False,
         sliding_windows=_sliding_windows(row, checkpoint),
         dtype=_dtype(checkpoint, directory),
@@ -248,7 +252,7 @@ def _dtype(checkpoint: _Checkpoint, directory: Path) -> torch.dtype:
     return DTYPES[name]
 
 
-def _rope(checkpoint: _Checkpoint) -> Rope:
+def _rope(checkpoint: _Checkpoint, path: Path) -> Rope:
     """Return the rotary parameters; transformers 5 writes all of them to `rope_parameters`."""
     written = checkpoint.rope_scaling or checkpoint.rope_parameters or {}
     if nested := [key for key, value in written.items() if isinstance(value, dict)]:
@@ -259,7 +263,12 @@ def _rope(checkpoint: _Checkpoint) -> Rope:
     trained_tokens = checkpoint.original_max_position_embeddings or values.get("original_max_position_embeddings")
     values["original_max_position_embeddings"] = trained_tokens or checkpoint.max_position_embeddings
     values["max_position_embeddings"] = checkpoint.max_position_embeddings
-    rope = msgspec.convert(values, Rope)
+    if said := without_effect(written):
+        logger.warning("%s: %s", path, said)
+    try:
+        rope = converted(values, Rope)
+    except WrongValueError as error:
+        raise WrongValueError(f"rotary parameters: {error}") from None
     rope.check()
     return rope
 

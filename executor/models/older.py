@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
+from executor.wrong_values import converted
+
 
 class Traits(TypedDict, total=False):
     """What no key of today says, by the names of ModelConfig."""
@@ -74,7 +76,7 @@ def translate_baichuan(raw: dict[str, Any]) -> Translated:
     Those of 13 billion have ALiBi and, having no table of positions, no `max_position_embeddings`. The head of
     Baichuan 2 is normalized; its configuration brought `z_loss_weight`.
     """
-    said = msgspec.convert(raw, _Baichuan)
+    said = converted(raw, _Baichuan)
     keys = raw | {"max_position_embeddings": said.max_position_embeddings or said.model_max_length}
     has_normalized_head = said.vocab_size == BAICHUAN2_VOCAB_SIZE or said.z_loss_weight is not None
     return Translated(keys, {"alibi": said.max_position_embeddings is None, "normalized_head": has_normalized_head})
@@ -96,7 +98,7 @@ def translate_chatglm(raw: dict[str, Any]) -> Translated:
         pre_seq_len=None,
         vision_config=None,
     )
-    said = msgspec.convert(raw, _ChatGLM)
+    said = converted(raw, _ChatGLM)
     if said.rope_ratio != 1 and "chatglm2" in str(raw.get("_name_or_path")).lower():
         raise ValueError("rope_ratio of ChatGLM2, which stretched positions and not the base, is not supported")
     keys = {key: raw[key] for key in KEPT if key in raw} | {
@@ -121,7 +123,7 @@ def translate_qwen(raw: dict[str, Any]) -> Translated:
     of the sequence (`use_dynamic_ntk`) and scales queries by position (`use_logn_attn`).
     """
     _require(raw, no_bias=True, scale_attn_weights=True, rotary_pct=1.0, use_cache_quantization=False, visual=None)
-    said = msgspec.convert(raw, _Qwen)
+    said = converted(raw, _Qwen)
     keys = {key: raw[key] for key in KEPT if key in raw} | {
         "hidden_size": said.hidden_size,
         "intermediate_size": said.intermediate_size // 2,  # of gate and up together

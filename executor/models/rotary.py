@@ -6,8 +6,8 @@ sequence's tokens do not depend on what runs beside it.
 """
 
 import math
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -61,6 +61,24 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def yarn_factor(self) -> float:
         return self.factor or self.max_position_embeddings / self.original_max_position_embeddings
+
+
+def without_effect(parameters: Mapping[str, Any]) -> str:
+    """Return which of a checkpoint's rotary parameters have no effect, as a sentence; nothing if all have one.
+
+    Those of one layer type may stand in an object of their own.
+    """
+    nested = [without_effect(value) for value in parameters.values() if isinstance(value, dict)]
+    named = parameters.get("rope_type", parameters.get("type"))
+    rope_type = named or "default"
+    if any(nested) or not isinstance(rope_type, str) or rope_type not in USED:
+        return next(filter(None, nested), "")
+    used = (*USED[rope_type], *ANY)
+    unused = [name for name, value in parameters.items() if name not in used and not isinstance(value, dict | None)]
+    if not unused:
+        return ""
+    which = "no rope_type is named, and the default" if named is None else f"rope_type {named!r}"
+    return f"{which} has no {', '.join(map(str, unused))}: no effect, as in transformers; a type scales positions"
 
 
 def rotary_table(rope: Rope, rotary_dim: int, max_model_len: int) -> Tensor:
@@ -152,6 +170,15 @@ FREQUENCIES: dict[str, Callable[[Rope, int, int], tuple[Tensor, float]]] = {
     "yarn": _yarn,
     "llama3": _llama3,
 }
+# What each type reads beside ANY, by transformers' `modeling_rope_utils`; of others it is not known here.
+USED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+ANY = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from executor.wrong_values import converted
 from protocol.model_json import read_bounded
 
 # Files that tools wrote before config.json had a quantization_config.
@@ -117,7 +118,7 @@ def _parse(written: dict[str, Any]) -> Quantization:
 
 
 def _awq(written: dict[str, Any]) -> Quantization:
-    config = msgspec.convert({OLD_AWQ_KEYS.get(key, key): value for key, value in written.items()}, _AWQ)
+    config = converted({OLD_AWQ_KEYS.get(key, key): value for key, value in written.items()}, _AWQ)
     if config.version.lower() != "gemm":
         raise ValueError(f"version {config.version!r} is not supported; supported: gemm")
     group_size = _group_size(config.group_size)
@@ -125,7 +126,7 @@ def _awq(written: dict[str, Any]) -> Quantization:
 
 
 def _gptq(written: dict[str, Any]) -> Quantization:
-    config = msgspec.convert(written, _GPTQ)
+    config = converted(written, _GPTQ)
     shifts = {"gptq": 1, "gptq_v2": 0}
     stored = "marlin" if config.is_marlin_format else config.checkpoint_format
     if stored not in shifts:
@@ -146,14 +147,14 @@ def _gguf(written: dict[str, Any]) -> Quantization:
 
 
 def _fp8(written: dict[str, Any]) -> Quantization:
-    config = msgspec.convert(written, _Fp8)
+    config = converted(written, _Fp8)
     if config.fmt != "e4m3":
         raise ValueError(f"fmt {config.fmt!r} is not supported; supported: e4m3")
     return Quantization(method="fp8", block_shape=config.weight_block_size)
 
 
 def _compressed_tensors(written: dict[str, Any]) -> Quantization:
-    config = msgspec.convert(written, _CompressedTensors)
+    config = converted(written, _CompressedTensors)
     kinds = {group.weights for group in config.config_groups.values()}
     if len(kinds) != 1:
         raise ValueError(f"config_groups of {len(kinds)} kinds of weights are not supported, but of one")

@@ -1,6 +1,7 @@
 """config.json of transformers 4 and 5 is read alike, and what is not supported is refused by name."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 from executor.models import read_model_config
+from executor.models.keys import NEUTRAL
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -120,13 +122,43 @@ def test_a_directory_holds_one_architecture(tmp_path: Path, architectures: list[
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported; supported: awq, gptq"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of gptq: .*`bits`"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config of gptq: bits is missing"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 2, "group_size": 128}},
+            "quantization_config of gptq: bits is 2, which is not supported; supported: 4, 8",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "w_bit": 3, "q_group_size": 128}},
+            "quantization_config of awq: bits is 3, which is not supported; supported: 4",
+        ),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": "4", "group_size": 128}},
+            "quantization_config of awq: bits is '4', which is not supported; supported: 4",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": None}},
+            "quantization_config of gptq: group_size is None, and has to be a whole number",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}},
+            r"quantization_config of fp8: weight_block_size is \[128\], and has to be a list of length 2",
+        ),
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+            "quantization_config of compressed-tensors: config_groups is missing",
+        ),
+        ({"hidden_act": 7}, "hidden_act is 7, and has to be a text"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', and has to be true or false or null"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type 'longrope'.*llama3"),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
+        ({"rope_scaling": {"type": ["linear"]}}, r"rope_type is \['linear'\], and has to be a text"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "'llama3' needs low_freq_factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
+            "rotary parameters: factor is 'two', and has to be a number or null",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         (
@@ -138,9 +170,9 @@ def test_a_directory_holds_one_architecture(tmp_path: Path, architectures: list[
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
         ({"hidden_size": "64"}, r"hidden_size"),
         ({"vocab_size": None}, r"vocab_size"),
-        *[({size: number}, f">= 1.*{size}") for size in SIZES for number in (0, -8)],
+        *[({size: number}, f"{size} is {number}, and has to be at least 1") for size in SIZES for number in (0, -8)],
         *[({size: 10**30}, size) for size in SIZES],
-        ({"num_hidden_layers": 2**31 - 1}, "<= 10000.*num_hidden_layers"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, and has to be at most 10000"),
         ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window 0"),
         ({"rope_parameters": {"rope_theta": 0.0}}, "rope_theta"),
@@ -190,3 +222,66 @@ def test_a_config_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(ValueError, match=r"config\.json: "):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GemmaForCausalLM"])
+@pytest.mark.parametrize(
+    ("scaling", "unused"),
+    [
+        ({"factor": 2.0}, "(no rope_type is named, and the|rope_type 'default').* has no factor: no effect"),
+        ({"rope_type": "default", "factor": 2.0, "beta_fast": 4.0}, "has no factor, beta_fast: no effect"),
+        ({"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "rope_type 'linear' has no low_freq_factor"),
+        ({"type": "linear", "factor": 2.0}, None),
+        ({"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 128}, None),
+        ({"rope_type": "default", "rope_theta": 5000.0}, None),
+        (None, None),
+    ],
+)
+def test_rotary_parameters_without_effect_are_named(
+    architecture: str, scaling: object, unused: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"architectures": [architecture], "dtype": "float32", "head_dim": 8, "rope_scaling": scaling}
+    model_type = "gemma" if architecture.startswith("Gemma") else "llama"
+    read_model_config(write(tmp_path, model_type=model_type, **keys))
+    said = [message for message in caplog.messages if "rope" in message]
+    assert len(said) == (0 if unused is None else 1)
+    if unused is not None:
+        assert re.search(rf"config\.json: .*{unused}", said[0])
+
+
+OTHER_MODELS = {
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "logit_scale": 0.0625,
+    "logits_scaling": 8.0,
+    "embedding_multiplier": 12.0,
+    "is_causal": False,
+    "num_local_experts": 8,
+    "kv_lora_rank": 512,
+    "vision_config": {"hidden_size": 8},
+    "pruned_heads": {"0": [1]},
+    "no_rope_layers": [1, 0],
+}
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"])
+@pytest.mark.parametrize("key", OTHER_MODELS)
+def test_a_key_of_another_forward_pass_is_refused_by_name(key: str, architecture: str, tmp_path: Path) -> None:
+    keys = {"architectures": [architecture], key: OTHER_MODELS[key]}
+    with pytest.raises(ValueError, match=rf"config\.json: {key} .* is not supported with this architecture"):
+        read_model_config(write(tmp_path, **keys))
+
+
+def test_such_keys_pass_with_values_that_change_nothing(tmp_path: Path) -> None:
+    expected = read_model_config(write(tmp_path))
+    for index in (0, -1):
+        assert read_model_config(write(tmp_path, **{key: values[index] for key, values in NEUTRAL.items()})) == expected
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [transformers.LlamaConfig, transformers.MistralConfig, transformers.Qwen2Config, transformers.Qwen3Config],
+)
+def test_what_transformers_writes_passes(model_class: Any, tmp_path: Path) -> None:
+    model_class(architectures=[model_class.__name__.replace("Config", "ForCausalLM")]).save_pretrained(tmp_path)
+    assert read_model_config(tmp_path).num_layers > 1

@@ -1,6 +1,7 @@
 """What transformers says about a checkpoint's architecture, and what its modelling code does when it is looked at."""
 
 import copy
+import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,10 @@ from executor.models.borrowed.attention import PROBE_TOKENS, AttentionLayer, Uns
 from executor.models.borrowed.notices import quiet
 from executor.models.borrowed.rotary import make_rotary_static, rotary_frequencies, stretched_tokens
 from executor.models.config import unsaid_dtype
+from executor.models.rotary import without_effect
 from executor.quantization import Quantization, read_quantization
+
+logger = logging.getLogger(__name__)
 
 AUTO_CLASS = "AutoModelForCausalLM"
 WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
@@ -83,6 +87,8 @@ def read_borrowed_config(directory: Path, architecture: str, *, trust_remote_cod
     attention.register()
     with quiet(None):
         model_class, config = _resolve(directory, architecture, trust_remote_code)
+        if said := without_effect(getattr(config, "rope_parameters", None) or {}):
+            logger.warning("%s: %s", directory / "config.json", said)
         if config.dtype is None:
             config.dtype = unsaid_dtype(directory)
         _refuse_unsupported(architecture, config)
@@ -136,7 +142,7 @@ def _take_quantization(architecture: str, config: Any, directory: Path) -> tuple
     try:
         found = read_quantization(directory, written or None)
     except ValueError as error:
-        _refuse(architecture, line_of(error))
+        _refuse(architecture, f"{directory / 'config.json'}: {line_of(error)}")
     if found is not None and found.method not in READ_METHODS:
         _refuse(architecture, f"quant_method {found.method!r} is not read in this tier, but {', '.join(READ_METHODS)}")
     if written is not None:
