@@ -1,4 +1,4 @@
-"""The safetensors of a directory as a source of weights, whatever their tools made of them."""
+"""The weights of a directory, safetensors or torch's own files, as a source, whatever their tools made of them."""
 
 import math
 from collections import Counter
@@ -16,10 +16,10 @@ from executor.quantization import Quantization
 from executor.quantization.fp8 import read_fp8
 from executor.quantization.packed import PACKED_PARTS, read_packed
 from executor.shards import Shard
+from executor.torch_file import TorchFile
 from kernels.groupwise import GroupwiseWeight
-from protocol.safetensors_index import INDEX_FILE, indexed_files
+from protocol.weight_files import weight_files
 
-SINGLE_FILE = "model.safetensors"
 # what old checkpoints store although it is computed
 SKIPPED = ("rotary_emb.inv_freq",)
 FP8 = "F8_E4M3"
@@ -33,7 +33,7 @@ UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 
 
 class Checkpoint:
-    """The safetensors of a directory, open until the `with` block ends.
+    """The files of weights of a directory, open until the `with` block ends.
 
     A weight that is packed into several tensors answers to the name of the plain weight that it is.
     """
@@ -176,9 +176,8 @@ class Checkpoint:
 
 
 def checkpoint_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that hold a directory's model. Raises ValueError if one of them is missing."""
-    index = directory / INDEX_FILE
-    paths = [directory / name for name in (indexed_files(index) if index.exists() else [SINGLE_FILE])]
+    """Return the files that hold a directory's model. Raises ValueError if one of them is missing."""
+    paths = [directory / name for name in weight_files(directory).names]
     if absent := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{directory} has no {', '.join(absent)}: download the model again")
     return paths
@@ -209,6 +208,8 @@ def _present_files(directory: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Any:
+    if path.suffix == ".bin":
+        return TorchFile(path)
     try:
         return safe_open(path, framework="pt")
     except SafetensorError as error:

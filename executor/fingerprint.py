@@ -1,6 +1,7 @@
 """A name for what a model computes: generations are resumed only where it is the same."""
 
 import hashlib
+import zipfile
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ def model_fingerprint(
 ) -> str:
     """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
 
-    These are config.json, the name, size and header of each safetensors file (or a GGUF file's index, which has them;
+    These are config.json, the name, size and header of each file of weights (or a GGUF file's index, which has them;
     or the seed of dummy weights), the dtypes, to what plain weights are rounded, and the rotary frequencies, which may
     depend on `max_model_len`. Weights that were changed in place under the same header are not noticed. Raises
     ValueError if a file is missing or damaged.
@@ -51,8 +52,12 @@ def _describe_weights(directory: Path, config: ModelDescription) -> list[bytes]:
 
 
 def _describe(path: Path) -> bytes:
-    """Return a safetensors file's name, size and header."""
+    """Return a file's name, size and header, or the names, sizes and checksums in torch's archive."""
     size_bytes = path.stat().st_size
+    if path.suffix == ".bin":
+        with zipfile.ZipFile(path) as archive:
+            members = [(member.filename, member.file_size, member.CRC) for member in archive.infolist()]
+        return f"{path.name} {size_bytes} {members}".encode()
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(HEADER_LENGTH_BYTES), "little")
         if header_bytes > size_bytes - HEADER_LENGTH_BYTES:

@@ -4,11 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
+from octavo.file_kinds import what_instead
 from octavo.json_files import read_object
 from octavo.older import is_older
 from octavo.safetensors_file import damage
 from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
-from protocol.safetensors_index import INDEX_FILE, indexed_files
+from protocol.torch_archive import damage as torch_damage
+from protocol.weight_files import BIN_FILE, BIN_INDEX_FILE, INDEX_FILE, SINGLE_FILE, weight_files
+
+INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
+NAMES = (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE)
 
 
 def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, needs_weights: bool) -> None:
@@ -30,33 +35,33 @@ def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, 
 
 
 def _require_weights(directory: Path, model: str) -> None:
-    index = directory / INDEX_FILE
-    if index.is_file():
-        try:
-            names = indexed_files(index)
-        except ValueError as error:
-            raise ModelError(f"{error}. Download the model again.") from None
-        absent = [name for name in names if not (directory / name).is_file()]
-        if absent or not names:
-            raise ModelError(
-                f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {INDEX_FILE} "
-                f"({len(absent)} of {len(names)} files). Download it again."
-            )
+    try:
+        names, said_by = weight_files(directory)
+    except ValueError as error:
+        raise ModelError(f"{error}. Download the model again.") from None
+    absent = [name for name in names if not (directory / name).is_file()]
+    if said_by in INDEX_FILES and (absent or not names):
+        raise ModelError(
+            f"{model} is incomplete: {directory} lacks {', '.join(absent[:3]) or 'every weight'} of {said_by} "
+            f"({len(absent)} of {len(names)} files). Download it again."
+        )
+    if not absent:
         _require_whole([directory / name for name in names])
     elif (directory / GGUF_INDEX).is_file():
         if not (directory / GGUF_FILE).is_file():
             moved = (directory / GGUF_FILE).readlink() if (directory / GGUF_FILE).is_symlink() else GGUF_FILE
             raise ModelError(f"{model} is read from {moved}, which is not there any more. Give the file as MODEL.")
-    elif not any(directory.glob("*.safetensors")):
-        raise ModelError(f"{model} has no .safetensors weights in {directory}." + _other_formats(directory))
     else:
-        _require_whole(sorted(directory.glob("*.safetensors")))
+        raise ModelError(
+            f"{model} has no weights that can be read: {directory} has none of {', '.join(NAMES)}."
+            + _other_formats(directory)
+        )
 
 
 def _require_whole(paths: list[Path]) -> None:
     for path in paths:
         try:
-            found = damage(path)
+            found = what_instead(path) or (torch_damage(path) if path.suffix == ".bin" else damage(path))
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}. Make it readable for this user.") from None
         if found:
@@ -70,7 +75,9 @@ def _other_formats(directory: Path) -> str:
     if gguf := sorted(directory.glob("*.gguf")):
         return f" It has GGUF files: give one of them as MODEL, for instance {gguf[0]}."
     if any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.pt")):
-        return " Its weights are pickles, which are not loaded: save them as safetensors (save_pretrained does)."
+        return (
+            " Its other files are pickles, which are not loaded: save the model as safetensors (save_pretrained does)."
+        )
     return " Give a directory that save_pretrained made, a .gguf file or a Hugging Face id."
 
 

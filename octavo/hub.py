@@ -14,6 +14,7 @@ SETTINGS = ("config.json", "generation_config.json", "chat_template*")
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken")
 SENTENCEPIECE = ("spiece.model", "sentencepiece*.model")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+TORCH_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # where a model has no others
 CODE = ("*.py",)
 # Folders hold other formats or the original release; Mistral's consolidated files are the weights once more.
 IGNORED = ("*/*", "consolidated*")
@@ -27,7 +28,15 @@ def download_snapshot(model: str, *, with_code: bool, with_weights: bool) -> Pat
 
     Without a network, what is cached is used. Raises ModelError.
     """
-    return _download(model, wanted_patterns(with_code=with_code, with_weights=with_weights))
+    directory = _download(model, wanted_patterns(with_code=with_code, with_weights=with_weights))
+    if not with_weights or has_weights(directory):
+        return directory
+    return _download(model, [*wanted_patterns(with_code=with_code, with_weights=False), *TORCH_WEIGHTS])
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether safetensors are there: if not, a model's hub may have files that torch wrote."""
+    return any(directory.glob("*.safetensors"))
 
 
 def wanted_patterns(*, with_code: bool, with_weights: bool) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.deadline import within
 from octavo.errors import ModelError
-from octavo.hub import IGNORED, REACH_S, wanted_patterns
+from octavo.hub import IGNORED, REACH_S, TORCH_WEIGHTS, has_weights, wanted_patterns
 
 # Its errors have one base today; older releases had several kinds.
 ERRORS = ("HubError", "NotExistError", "RequestError", "FileDownloadError", "InvalidParameter", "FileIntegrityError")
@@ -22,10 +22,16 @@ def download_from_modelscope(model: str, *, with_code: bool, with_weights: bool)
     """
     snapshot_download, errors = _package()
     unreachable = _why_unreachable()
-    patterns = wanted_patterns(with_code=with_code, with_weights=with_weights)
+    download = partial(snapshot_download, ignore_patterns=list(IGNORED), local_files_only=bool(unreachable))
+
+    def fetch(patterns: list[str]) -> Path:
+        return Path(within(None, lambda: download(model, allow_patterns=patterns)))
+
     try:
-        download = partial(snapshot_download, allow_patterns=patterns, ignore_patterns=list(IGNORED))
-        return Path(within(None, lambda: download(model, local_files_only=bool(unreachable))))
+        directory = fetch(wanted_patterns(with_code=with_code, with_weights=with_weights))
+        if with_weights and not has_weights(directory):
+            return fetch([*wanted_patterns(with_code=with_code, with_weights=False), *TORCH_WEIGHTS])
+        return directory
     except errors as error:
         raise ModelError(_explain(model, unreachable or str(error))) from error
 

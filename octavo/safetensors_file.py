@@ -4,8 +4,6 @@ from pathlib import Path
 
 import msgspec
 
-from octavo.file_kinds import what_instead
-
 LENGTH_BYTES = 8  # of the header's length, before it
 LARGEST_HEADER_BYTES = 100_000_000  # which the format allows
 
@@ -16,8 +14,6 @@ class _Tensor(msgspec.Struct):
 
 def damage(path: Path) -> str:
     """Return what is wrong with a file and what to do, nothing if it seems whole. Raises OSError."""
-    if instead := what_instead(path):
-        return instead
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")

@@ -134,7 +134,7 @@ def test_no_memory_is_spent_on_what_the_file_lacks(tmp_path: Path, vocab_size: i
 
 
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
-    (make_checkpoint(tmp_path) / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    (make_checkpoint(tmp_path) / "model.safetensors").rename(tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match=r"has no model\.safetensors"):
         load(tmp_path)
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fakes.fake_hub import COMMIT, FakeHub, running
 from tests.fakes.safetensors_files import NO_TENSORS
@@ -100,11 +101,34 @@ def test_a_dry_run_fetches_settings_alone(tmp_path: Path) -> None:
     assert sorted(hub.downloaded) == ["chat_template.jinja", "config.json", "generation_config.json"]
 
 
-def test_a_repository_without_safetensors_is_refused_before_its_weights_are_fetched(tmp_path: Path) -> None:
-    files = {name: content for name, content in WANTED.items() if "safetensors" not in name}
-    with running(FakeHub(files | {"pytorch_model.bin": b"large"})) as hub:
-        assert "org/tiny has no .safetensors weights" in resolve("org/tiny", tmp_path, hub.endpoint)
+WITHOUT_WEIGHTS = {name: content for name, content in WANTED.items() if "safetensors" not in name}
+
+
+def test_torchs_files_are_downloaded_where_there_are_no_safetensors(tmp_path: Path, endpoint_of_nobody: str) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "made")
+    weights = {
+        "pytorch_model-1.bin": (tmp_path / "made").read_bytes(),
+        "pytorch_model.bin.index.json": b'{"weight_map": {"a": "pytorch_model-1.bin"}}',
+    }
+    others = dict.fromkeys(("training_args.bin", "optimizer.bin", "original/pytorch_model.bin", "rng.pth"), b"large")
+    with running(FakeHub(WITHOUT_WEIGHTS | weights | others)) as hub:
+        resolved = resolve("org/tiny", tmp_path, hub.endpoint)
+    assert str(snapshot(tmp_path)) in resolved
+    assert sorted(hub.downloaded) == sorted(WITHOUT_WEIGHTS | weights)
+    assert resolve("org/tiny", tmp_path, endpoint_of_nobody) == resolved
+
+
+def test_what_torchs_files_take_is_compared_with_the_disk(tmp_path: Path) -> None:
+    with running(FakeHub(WITHOUT_WEIGHTS | {"pytorch_model.bin": b"large"})) as hub:
+        hub.announced_bytes["pytorch_model.bin"] = 10**18
+        assert "downloading org/tiny" in resolve("org/tiny", tmp_path, hub.endpoint)
     assert "pytorch_model.bin" not in hub.downloaded
+
+
+def test_a_repository_without_weights_is_refused(tmp_path: Path) -> None:
+    with running(FakeHub(WITHOUT_WEIGHTS | {"rust_model.ot": b"large"})) as hub:
+        assert "org/tiny has no weights that can be read" in resolve("org/tiny", tmp_path, hub.endpoint)
+    assert "rust_model.ot" not in hub.downloaded
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,12 @@ def test_a_damaged_config_is_named(text: str, checkpoint: Path) -> None:
     assert str(checkpoint / "config.json") in refusal(str(checkpoint))
 
 
-def test_weights_must_be_safetensors(checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+@pytest.mark.parametrize("name", ["consolidated.00.pth", "training_args.bin", "model.pt"])
+def test_weights_must_be_safetensors_or_torchs_files_under_their_name(name: str, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
     message = refusal(str(checkpoint))
-    assert "no .safetensors weights" in message
-    assert "pickles" in message
+    assert f"has no weights that can be read: {checkpoint} has none of model.safetensors, " in message
+    assert "Its other files are pickles, which are not loaded: save the model as safetensors" in message
     assert resolve_model(str(checkpoint), needs_weights=False).directory == checkpoint
 
 

@@ -18,7 +18,7 @@ from executor.models.borrowed.attention import UnsupportedModelError
 from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
 from executor.models.borrowed.notices import quiet, silence_padding_notice
-from executor.models.borrowed.quantized import find_packed, pack_stored, state_to_load
+from executor.models.borrowed.quantized import StoredTensor, find_packed, pack_stored, state_to_load
 from executor.models.borrowed.rotary import make_rotary_static
 from executor.progress import tqdm_disable
 from executor.shards import Shard
@@ -120,12 +120,17 @@ def _read(
 ) -> Any:
     """Return the model with the directory's weights, those of few bits packed already."""
     if config.quantization is None:
-        checkpoint_files(directory)  # says what is missing
+        are_torchs = any(path.suffix == ".bin" for path in checkpoint_files(directory))  # which says what is missing
         widening = {}
         if config.widened_from:
             logger.info("%s weights are widened to %s", config.widened_from, dtype)
             widening = {"quantization_config": WIDENED[config.widened_from]}
-        causal_model = _from_pretrained(directory, config, dtype, progress, directory, **widening)
+        if are_torchs:  # read here, by name: nothing but tensors is taken from a pickle
+            with Checkpoint(directory) as checkpoint:
+                stored = {name: StoredTensor(checkpoint, name) for name in checkpoint.names()}
+                causal_model = _from_pretrained(directory, config, dtype, progress, None, state_dict=stored, **widening)
+        else:
+            causal_model = _from_pretrained(directory, config, dtype, progress, directory, **widening)
     else:
         with Checkpoint(directory, config.quantization) as checkpoint:
             skeleton = config.build("meta", dtype)
