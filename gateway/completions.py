@@ -45,11 +45,11 @@ async def completions(request: Request) -> Response:
 async def _answer(service: Service, tenant: str, body: CompletionRequest, arrived_s: float) -> Response:
     model, ready, n = service.model_name(body.model), service.ready(), body.n or 1
     given = split_prompts(body.prompt, n)
-    seed, response_id = service.seed(body), new_response_id("cmpl")
+    response_id = new_response_id("cmpl")
     prompts, samplings = [], []
     for prompt in given:  # one after the other: the first that is too long ends the work, and others get a turn
         prompts.append(await _encode_prompt(service, body, ready, prompt))
-        samplings.append(_sampling(service, body, ready, len(prompts[-1].token_ids), seed))
+        samplings.append(_sampling(service, body, ready, len(prompts[-1].token_ids)))
     requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
     choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
     by_choice = [prompts[index // n] for index in range(len(requests))]
@@ -110,9 +110,7 @@ async def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready
     return Prompt(prompt, token_ids)
 
 
-def _sampling(
-    service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int, seed: int
-) -> SamplingParams:
+def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
     if body.max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 needs echo)", param="max_tokens", code="invalid_value")
     defaults = service.files.sampling_defaults
@@ -130,7 +128,7 @@ def _sampling(
         vocab_size=ready.vocab_size,
         eos_token_ids=service.files.eos_token_ids,
         max_tokens=max_tokens,
-        seed=seed,
+        seed=service.seed(body),  # of each prompt its own, unless the request says one
         num_logprobs=body.logprobs,
         num_prompt_logprobs=body.logprobs if body.echo else None,
     )

@@ -107,5 +107,14 @@ async def test_seeds_are_drawn_anew_without_one(served: Served) -> None:
     assert len(seeds) == 3
 
 
+async def test_equal_prompts_draw_a_seed_each_unless_one_is_given(served: Served) -> None:
+    answer = await served.complete(["a", "a", "a", "a"], temperature=1)
+    assert len({submit.sampling.seed for submit in served.scheduler.messages(Submit)}) == 4
+    assert len({choice["text"] for choice in answer["choices"]}) == 4
+    given = await served.complete(["a", "a", "a", "a"], temperature=1, seed=7)
+    assert {submit.sampling.seed for submit in served.scheduler.messages(Submit)[4:]} == {7}
+    assert len({choice["text"] for choice in given["choices"]}) == 1
+
+
 async def test_a_cache_salt_travels(served: Served) -> None:
     assert (await submitted(served, cache_salt="pepper")).cache_salt == "pepper"
