@@ -163,6 +163,7 @@ def generation_requests(
             skip_special_tokens=body.skip_special_tokens is not False,
             tenant=tenant,
             cache_salt=body.cache_salt or "",
+            body_id=response_id,
         )
         for index, (prompt, sampling) in enumerate(zip(shared, samplings, strict=True))
         for choice in range(n)

@@ -82,6 +82,7 @@ class GenerationRequest:
     tenant: str = ""
     priority: int = 0
     cache_salt: str = ""
+    body_id: str = ""  # of what a client asked for at once
 
 
 class Generation:
@@ -244,4 +245,5 @@ def _submit(request: GenerationRequest) -> Submit:
         priority=request.priority,
         cache_salt=request.cache_salt,
         prompt_id=request.prompt.prompt_id,
+        body_id=request.body_id,
     )

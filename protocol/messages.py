@@ -156,6 +156,7 @@ class Submit(Message, frozen=True):
     adapter: str = ""
     attachments: tuple[Attachment, ...] = ()
     prompt_id: str = ""  # among those of this gateway; empty if no other request has this prompt
+    body_id: str = ""  # of what a client asked for at once: its requests take turns with those of others
 
 
 class Abort(Message, frozen=True):

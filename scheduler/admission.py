@@ -39,6 +39,7 @@ def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) 
         submit.cache_salt,
         submit.adapter,
         submit.attachments,
+        submit.body_id,
     )
 
 

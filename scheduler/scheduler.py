@@ -37,6 +37,7 @@ from scheduler.sizes import init_bytes, share_bytes, token_bytes
 from scheduler.stopping import append_tokens, finish_reason, head
 from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
+from scheduler.turns import Turns
 
 __all__ = ["Limits", "PlannedStep", "Prompt", "Refusal", "Scheduler", "Sequence", "Update"]
 
@@ -77,10 +78,11 @@ class Scheduler:
         self.blocks = BlockManager(limits.num_blocks)
         self.prefixes = PrefixCache(self.blocks, limits.block_size, limits.enable_prefix_caching)
         self.tenants = TenantUsage()
+        self.turns = Turns()
         self.suspects = Suspects()
         self.sequences: dict[int, Sequence] = {}  # that have not ended
         self.running: list[Sequence] = []  # by priority, then in order of admission
-        self.waiting: list[Sequence] = []  # by priority, then preempted ones, then in order of arrival
+        self.waiting: list[Sequence] = []  # in the order of their `queue_key`
         self.steps_in_flight: deque[StepInFlight] = deque()
         self.num_held_blocks = 0  # let go of by their sequences, but named by a step in flight
         self.forget: dict[int, None] = {}  # seq_ids for the next step, in order
@@ -149,6 +151,7 @@ class Scheduler:
             sequence.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs)
         self.sequences[sequence.seq_id] = sequence
         self.tenants.join(sequence.tenant)
+        sequence.turn = self.turns.join(sequence.body_id)
         sequence.num_missing_tokens = sequence.num_tokens - self.prefixes.num_known_tokens(sequence)
         insort(self.waiting, sequence, key=QUEUE_KEY)
         if sequence.output_token_ids and (reason := finish_reason(sequence)):
@@ -263,6 +266,7 @@ class Scheduler:
         sequence.num_planned_tokens = sequence.num_computed_tokens
         if not sequence.was_admitted:
             self._count_admission(sequence)
+            self.turns.begin(sequence.turn)
         sequence.was_admitted = sequence.is_running = True
         insort(self.running, sequence, key=PRIORITY)
         return True
@@ -496,6 +500,7 @@ class Scheduler:
         self._let_go(sequence)
         self._forget_on_executor(sequence)
         self.tenants.leave(sequence.tenant)
+        self.turns.leave(sequence.body_id)
         self.suspects.clear(sequence)
         del self.sequences[sequence.seq_id]
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1

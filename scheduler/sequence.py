@@ -48,9 +48,11 @@ class Sequence:
     cache_salt: str = ""
     adapter: str = ""
     attachments: tuple[Attachment, ...] = ()
+    body_id: str = ""
 
     num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
+    turn: int = field(init=False, default=0)  # of its body, among the waiting
     share_bytes: int = field(init=False, default=0)  # of messages: what a share of one token takes
     token_bytes: int = field(init=False, default=0)  # and each one more
     max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
@@ -91,9 +93,9 @@ class Sequence:
         return 1 if self.num_tokens + 1 < self.max_num_tokens else 0
 
     @property
-    def queue_key(self) -> tuple[int, bool, int]:
-        """Order of waiting: by priority; those that ran before newcomers; by arrival."""
-        return self.priority, not self.was_admitted, self.arrival
+    def queue_key(self) -> tuple[int, bool, int, int]:
+        """Order of waiting: by priority; those that ran before newcomers, who take turns; by arrival."""
+        return self.priority, not self.was_admitted, 0 if self.was_admitted else self.turn, self.arrival
 
     @property
     def max_num_cached_tokens(self) -> int:

@@ -195,6 +195,7 @@ class SchedulerDriver:
         priority: int = 0,
         cache_salt: str = "",
         adapter: str = "",
+        body_id: str = "",
         max_tokens: int = 8,
         **sampling: Any,
     ) -> Sequence:
@@ -207,6 +208,7 @@ class SchedulerDriver:
             priority=priority,
             cache_salt=cache_salt,
             adapter=adapter,
+            body_id=body_id,
         )
 
     def add(self, sequence: Sequence) -> None:

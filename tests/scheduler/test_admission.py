@@ -18,6 +18,7 @@ GOOD = Submit(
     cache_salt="c",
     adapter="a",
     attachments=(Attachment(0, 1, b"x"),),
+    body_id="b",
 )
 
 
@@ -25,7 +26,7 @@ def test_every_field_arrives():
     sequence = make_sequence(GOOD, make_prompt(GOOD, 100), 7, vocab_size=100)
     assert (sequence.seq_id, sequence.sampling) == (7, GOOD.sampling)
     assert (sequence.prompt_token_ids.tolist(), sequence.output_token_ids.tolist()) == ([0, 99], [5])
-    assert (sequence.task, sequence.tenant, sequence.priority) == ("generate", "t", 3)
+    assert (sequence.task, sequence.tenant, sequence.priority, sequence.body_id) == ("generate", "t", 3, "b")
     assert (sequence.cache_salt, sequence.adapter, sequence.attachments) == ("c", "a", GOOD.attachments)
 
 

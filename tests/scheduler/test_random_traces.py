@@ -91,6 +91,7 @@ class Trace:
             outputs,
             tenant=choose(("", "a")),
             priority=choose((0, 0, 1)),
+            body_id=choose(("", "a", "b")),
             **sampling,
         )
         if self.driver.scheduler.refusal(sequence) is None:
