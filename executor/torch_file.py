@@ -92,9 +92,9 @@ def _checked(path: Path, content: object) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds {_kind(content)} where tensors by name are expected. {SAVE_IT}")
     for name, value in content.items():
         if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout != torch.strided:
-            raise ValueError(f"{path} holds {name!r}, {_kind(value)} where a tensor is expected. {SAVE_IT}")
+            raise ValueError(f"{path} holds {repr(name)[:80]}, {_kind(value)} where a tensor is expected. {SAVE_IT}")
         if value.is_quantized or value.nbytes > value.untyped_storage().nbytes():
-            raise ValueError(f"{path} holds {name!r}, a tensor without data of its own size. {SAVE_IT}")
+            raise ValueError(f"{path} holds {repr(name)[:80]}, a tensor without data of its own size. {SAVE_IT}")
     return {name: value.detach() for name, value in content.items()}
 
 

@@ -1,16 +1,20 @@
 """What the model's directory says to a gateway, read once at the start."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gateway.chat_template import ChatTemplate
+from gateway.end_of_turn import end_of_turn
 from gateway.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
 from protocol.model_json import read_bounded
+
+logger = logging.getLogger(__name__)
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -44,12 +48,15 @@ def read_model_files(config: Config) -> ModelFiles:
     own_generation = _read_json(directory / FILE)
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
+    chat_template = _usable_template(directory, tokenizer_config, special_tokens, tokenizer)
+    eos_token_ids = _eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model)
+    _warn_of_no_end(directory, chat_template, eos_token_ids, tokenizer)
     return ModelFiles(
         directory=directory,
         created_s=int((directory / "config.json").stat().st_mtime),
         tokenizer=tokenizer,
-        chat_template=_usable_template(directory, tokenizer_config, special_tokens, tokenizer),
-        eos_token_ids=_eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model),
+        chat_template=chat_template,
+        eos_token_ids=eos_token_ids,
         max_position_tokens=_positive_int(text_model, "max_position_embeddings", directory / "config.json"),
         sampling_defaults=_sampling_defaults(config.generation_config, directory, own_generation),
     )
@@ -84,6 +91,27 @@ def _eos_token_ids(
             found.append(token_id)
     eos_id = tokenizer.token_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
     return tuple(dict.fromkeys([*found, *([] if eos_id is None else [eos_id])]))
+
+
+def _warn_of_no_end(
+    directory: Path, chat_template: ChatTemplate, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer
+) -> None:
+    """Say it if nothing ends an answer, or if the chat template ends it with a token that is no end."""
+    advice = "generation_config.json, under eos_token_id, is where to name what ends an answer"
+    try:
+        token = end_of_turn(chat_template, tokenizer.control_tokens)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}: put it right there") from None
+    if not eos_token_ids:
+        logger.warning(
+            "%s names no token that ends an answer: it goes on to max_tokens or a stop; %s", directory, advice
+        )
+    elif token is not None and tokenizer.token_id(token) not in eos_token_ids:
+        logger.warning(
+            "%s: the chat template ends an answer with %s (%s), which is not among the model's ends %s: answers may go"
+            " on behind it; %s",
+            *(directory, token, tokenizer.token_id(token), list(eos_token_ids), advice),
+        )
 
 
 def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import logging
 
 from octavo.convert.metadata import GGUFFile
+from octavo.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +18,6 @@ NAMES = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
     }
 )
-ANSWER = "answer"  # what the template is given to find what it puts behind
 
 
 def end_token_ids(file: GGUFFile, tokens: list[str], special_tokens: dict[str, str], control: list[str]) -> list[int]:
@@ -39,14 +39,14 @@ def end_token_ids(file: GGUFFile, tokens: list[str], special_tokens: dict[str, s
 
 def _end_of_turn(file: GGUFFile, special_tokens: dict[str, str], control: list[str]) -> str | None:
     """Return the control token with which the chat template ends an answer, if it does."""
-    from gateway.chat_template import ChatTemplate, ChatTemplateError
+    from gateway.chat_template import ChatTemplate
+    from gateway.end_of_turn import end_of_turn
 
-    source = file.get("tokenizer.chat_template", str)
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER}]
     try:
-        template = ChatTemplate(source, special_tokens)
-        text = template.render(messages, add_generation_prompt=False).text
-    except (ChatTemplateError, ValueError):  # the gateway says what is wrong with it
+        template = ChatTemplate(file.get("tokenizer.chat_template", str), special_tokens)
+    except ValueError:  # the gateway says what is wrong with it
         return None
-    behind = text.rpartition(ANSWER)[2].lstrip()
-    return max((token for token in control if behind.startswith(token)), key=len, default=None)
+    try:
+        return end_of_turn(template, control)
+    except ValueError as error:
+        raise ModelError(f"{file.path}: {error}. Give another file of the model.") from None

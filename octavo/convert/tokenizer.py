@@ -148,8 +148,9 @@ def _sentencepiece(file: GGUFFile) -> "Tokenizer":
     token_types(file)  # of a damaged file transformers would say less
     try:
         loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ModelError(f"{file.path} has a tokenizer (llama) that cannot be converted: {error}.") from error
+    except Exception as error:  # whatever comes of a stranger's metadata, of which transformers checks a part
+        cause = " ".join(str(error).split()) or type(error).__name__
+        raise ModelError(f"{file.path} has a tokenizer (llama) that cannot be converted: {cause}.") from error
     tokenizer: Tokenizer = loaded.backend_tokenizer
     if not file.get("tokenizer.ggml.add_space_prefix", bool, True):
         _take_space_prefix_out(tokenizer)

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gateway.chat_template import ChatTemplateError
+from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.end_of_turn import end_of_turn
 from gateway.generation_config import SamplingDefaults
 from gateway.model_files import ModelFiles, read_model_files
 from protocol.config import Config
@@ -40,6 +41,36 @@ def test_the_demo_directory_is_read(demo_directory: Path) -> None:
 def test_eos_ids_are_the_union_of_what_three_files_say(directory: Path) -> None:
     write(directory / "generation_config.json", {"eos_token_id": [7, 2]})
     assert read(directory).eos_token_ids == (7, 2, 4)  # generation_config, config, tokenizer_config
+
+
+def test_a_model_without_any_end_is_warned_of(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(directory / "config.json", {})
+    write(directory / "tokenizer_config.json", {})
+    assert read(directory).eos_token_ids == ()
+    [said] = caplog.messages
+    assert (
+        f"{directory} names no token that ends an answer: it goes on to max_tokens or a stop; generation_conf" in said
+    )
+
+
+def test_an_end_of_turn_that_is_no_end_is_named(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
+    write(directory / "tokenizer_config.json", {"chat_template": template})
+    assert read(directory).eos_token_ids == (2,)
+    [said] = caplog.messages
+    assert "ends an answer with <|im_end|> (4), which is not among the model's ends [2]: answers may go on" in said
+    caplog.clear()
+    write(directory / "generation_config.json", {"eos_token_id": [2, 4]})
+    read(directory)
+    assert caplog.messages == []
+
+
+def test_a_template_that_is_not_done_in_time_is_refused() -> None:
+    loops = (
+        "{% for a in range(99999) %}{% for b in range(20) %}{% endfor %}{% endfor %}"  # a second, for the test's sake
+    )
+    with pytest.raises(ValueError, match="chat template is not done with two short messages after 0 s"):
+        end_of_turn(ChatTemplate(loops, {}), ["<|im_end|>"], patience_s=0.02)
 
 
 def test_a_text_model_inside_a_larger_one_is_read(directory: Path) -> None:
