@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from gateway.delta import Delta, Whole
 from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Prompt, Refused, Unavailable
 from gateway.errors import RequestError, overloaded, unavailable
-from gateway.metrics import Metrics, Observation
+from gateway.metrics import Arrival, Metrics, Observation
 from gateway.openai_responses import PromptTokensDetails, Usage
 from gateway.openai_types import CommonRequest, stop_strings
 from gateway.sampling import for_choice
@@ -58,8 +58,9 @@ class Choices:
             raise RequestError(error.reason, code="refused") from None
         for _ in range(0, len(requests), n):
             metrics.params_n.observe(n)
+        arrival = Arrival(metrics, arrived_s)
         observations = [
-            Observation(metrics, arrived_s, len(request.prompt.token_ids), request.sampling.max_tokens)
+            Observation(metrics, arrival, len(request.prompt.token_ids), request.sampling.max_tokens)
             for request in requests
         ]
         return cls(engine, generations, requests, observations, n)

@@ -3,12 +3,23 @@
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RequestError, error_body
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may bring more
 LAST_REQUEST_S = 1.0  # to a connection without any, once the server is told to stop
+
+
+class UnchunkedCycle(RequestResponseCycle):
+    """An answer over HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+
+    async def send(self, message: ASGISendEvent) -> None:
+        self.chunked_encoding = False
+        if message["type"] == "http.response.body":
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -43,6 +54,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
         self._is_in_head = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            self.cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has not run it yet
         if self._is_stopping:
             self.cycle.keep_alive = False
 

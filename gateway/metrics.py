@@ -95,24 +95,37 @@ class Metrics(Collector):
         return histogram
 
 
+class Arrival:
+    """When a request came. The time to its first token counts once, whichever generation of the request has it."""
+
+    def __init__(self, metrics: Metrics, at_s: float) -> None:
+        self._metrics, self.at_s = metrics, at_s
+        self._has_token = False
+
+    def see_token(self, now_s: float) -> None:
+        if not self._has_token:
+            self._has_token = True
+            self._metrics.first_token_s.observe(now_s - self.at_s)
+
+
 class Observation:
     """What one generation adds to the metrics: tokens as they go to the client, the rest once, at its end.
 
-    It lives as long as the generation, whichever schedulers compute it. `arrived_s` is a time of `clock`.
+    It lives as long as the generation, whichever schedulers compute it. The arrival is a time of `clock`.
     """
 
     def __init__(
         self,
         metrics: Metrics,
-        arrived_s: float,
+        arrival: Arrival,
         num_prompt_tokens: int,
         max_tokens: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._metrics, self._arrived_s, self._clock = metrics, arrived_s, clock
+        self._metrics, self._arrival, self._clock = metrics, arrival, clock
         self._num_prompt_tokens, self._max_tokens = num_prompt_tokens, max_tokens
         self._num_tokens = 0
-        self._first_s = self._last_s = arrived_s
+        self._first_s = self._last_s = arrival.at_s
         self._ended = False
 
     def see(self, delta: Delta) -> None:
@@ -121,7 +134,7 @@ class Observation:
             if self._num_tokens:  # tokens that came together share the time since those before
                 self._metrics.inter_token_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
             else:
-                self._metrics.first_token_s.observe(now_s - self._arrived_s)
+                self._arrival.see_token(now_s)
                 self._metrics.inter_token_s.observe(0.0, num_tokens - 1)
                 self._first_s = now_s
             self._num_tokens += num_tokens
@@ -141,7 +154,7 @@ class Observation:
         metrics.params_max_tokens.observe(self._max_tokens)
         if reason not in ("stop", "length"):
             return
-        metrics.e2e_s.observe(self._clock() - self._arrived_s)
+        metrics.e2e_s.observe(self._clock() - self._arrival.at_s)
         if self._num_tokens > 1:
             metrics.per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 

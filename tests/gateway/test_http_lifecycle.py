@@ -251,3 +251,39 @@ async def test_long_bodies_and_many_requests_are_no_long_heads(served: Served) -
     requests = (head + b"\r\n" + body) * 3 + head + b"Connection: close\r\n\r\n" + body
     answers = await sent_raw(served, requests[:-700_001], requests[-700_001:])
     assert (answers.count(b"HTTP/1.1 200 "), answers.count(b"HTTP/1.1 ")) == (4, 4)
+
+
+@pytest.mark.parametrize("keep", ["", "Connection: keep-alive\r\n"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_over_http_1_0_no_answer_is_chunked_and_its_end_is_the_close(
+    served: Served, stream: bool, keep: str
+) -> None:
+    content = msgspec.json.encode(chat(stream=stream))
+    head = f"POST {CHAT} HTTP/1.0\r\n{keep}Content-Length: {len(content)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection(*served.address)
+    writer.write(head.encode() + content)
+    async with asyncio.timeout(10):
+        answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    head_bytes, _, body = answer.partition(b"\r\n\r\n")
+    assert head_bytes.startswith(b"HTTP/1.1 200 ")
+    assert b"transfer-encoding" not in head_bytes and b"connection: close" in head_bytes
+    if stream:
+        assert len(parse_events(body)) > 1
+    else:
+        assert msgspec.json.decode(body)["object"] == "chat.completion"
+        assert f"content-length: {len(body)}".encode() in head_bytes
+
+
+async def test_over_http_1_0_an_error_and_a_head_have_a_length_too(served: Served) -> None:
+    for request in (b"GET /nothing HTTP/1.0\r\n\r\n", b"HEAD /v1/models HTTP/1.0\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(*served.address)
+        writer.write(request)
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b"content-length: " in head and b"transfer-encoding" not in head
+        assert bool(body) == request.startswith(b"GET")

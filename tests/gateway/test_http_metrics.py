@@ -13,7 +13,7 @@ from gateway.engine_metrics import HISTOGRAMS
 from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_SEQS, Histogram
 from protocol.messages import Abort, EngineHistograms, HistogramCounts, Stats, Submit, encode
 from tests.fakes.fake_scheduler import FakeScheduler, running
-from tests.fakes.gateway_server import MODEL, Served, chat, serving
+from tests.fakes.gateway_server import MODEL, Served, chat, completion, serving
 
 DOCS = Path(__file__).parents[2] / "docs/metrics.md"
 ENGINE_BOUNDS = [kept.bounds for kept in HISTOGRAMS]  # in the order of EngineHistograms
@@ -76,10 +76,13 @@ async def test_every_generation_ends_once(tiny_model: Path, scheduler: FakeSched
         assert await scrape(served, "octavo:e2e_request_latency_seconds_count", model_name=MODEL) == 4
 
 
-async def test_first_tokens_are_timed_once_a_generation(tiny_model: Path, scheduler: FakeScheduler) -> None:
+async def test_first_tokens_are_timed_once_a_request(tiny_model: Path, scheduler: FakeScheduler) -> None:
     async with serving(tiny_model, scheduler) as served:
-        await served.chat(n=3)
-        assert await scrape(served, "octavo:time_to_first_token_seconds_count", model_name=MODEL) == 3
+        for _ in range(10):
+            await served.chat(n=2)
+        assert (await histogram(served, "time_to_first_token_seconds"))[0] == 10
+        await served.stream("/v1/completions", completion(["four", "three"], n=2))
+        assert (await histogram(served, "time_to_first_token_seconds"))[0] == 11
 
 
 async def histogram(served: Served, name: str) -> tuple[float | None, float | None]:

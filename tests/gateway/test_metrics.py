@@ -4,7 +4,7 @@ import asyncio
 import time
 
 from gateway.delta import Delta
-from gateway.metrics import Metrics, Observation, watch_loop
+from gateway.metrics import Arrival, Metrics, Observation, watch_loop
 from protocol.measures import RecentMaximum
 
 MODEL = "tiny"
@@ -12,7 +12,7 @@ MODEL = "tiny"
 
 def test_one_generation_is_timed_as_its_client_sees_it() -> None:
     metrics, now_s = Metrics(MODEL), 10.0
-    observation = Observation(metrics, 8.0, num_prompt_tokens=3, max_tokens=9, clock=lambda: now_s)
+    observation = Observation(metrics, Arrival(metrics, 8.0), num_prompt_tokens=3, max_tokens=9, clock=lambda: now_s)
     observation.see(Delta("a", [1, 2]))
     now_s = 13.0
     observation.see(Delta("", []))
@@ -31,7 +31,7 @@ def test_one_generation_is_timed_as_its_client_sees_it() -> None:
 def test_what_ends_early_has_no_latency_of_its_whole() -> None:
     for reason in ("abort", "error"):
         metrics = Metrics(MODEL)
-        observation = Observation(metrics, 0.0, num_prompt_tokens=3, max_tokens=9)
+        observation = Observation(metrics, Arrival(metrics, 0.0), num_prompt_tokens=3, max_tokens=9)
         observation.see(Delta("a", [1]))
         observation.see(Delta("b", [2]))
         observation.end(reason)
