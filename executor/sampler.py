@@ -1,8 +1,8 @@
 """From logits to tokens. A row's result depends on nothing but the row: not on its neighbours, not on their number.
 
-The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; temperature; top_k;
-top_p (of what top_k left); min_p (of the likeliest token). Then one uniform number picks a token by inverse CDF, in
-the order of token ids. Among equals, the lower token id counts as the likelier.
+The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; temperature; min_p
+(of the likeliest token); top_k; top_p (of the mass that these left). Then one uniform number picks a token by inverse
+CDF, in the order of token ids. Among equals, the lower token id counts as the likelier.
 
 What the host knows of the rows becomes columns (`executor.columns`), which travel to the device together; from there on
 nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a lazy device only (see

@@ -110,9 +110,9 @@ class Backend(Protocol):
     def draw(self, probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
         """Return a token of each row (int64), drawn by inverse CDF in the order of token ids.
 
-        probs_RV (float32) need not add up to 1. Kept are the top_k likeliest tokens (int64; 0: all); of these the
-        likeliest of which those before have less than top_p of the mass; of these the ones with at least min_p times
-        the largest probability. Among equals the lower token id counts as the likelier. uniform_R lies in [0, 1); it,
+        probs_RV (float32) need not add up to 1. Kept are the tokens with at least min_p times the largest probability;
+        of these the top_k likeliest (int64; 0: all); of these the likeliest of which those before have less than top_p
+        of the mass that is left. Among equals the lower token id counts as the likelier. uniform_R lies in [0, 1); it,
         top_p_R and min_p_R are float64. A token of probability 0 is never drawn. Raises ValueError on other shapes or
         dtypes.
         """

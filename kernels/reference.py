@@ -100,10 +100,11 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
     sorted_RV, ids_RV = probs_RV.double().sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(probs_RV.shape[1], device=probs_RV.device)
-    sorted_RV = torch.where((top_k_R[:, None] == 0) | (ranks_V < top_k_R[:, None]), sorted_RV, 0)
+    is_likely_RV = sorted_RV >= min_p_R[:, None] * sorted_RV[:, :1]
+    is_likely_RV &= (top_k_R[:, None] == 0) | (ranks_V < top_k_R[:, None])
+    sorted_RV = torch.where(is_likely_RV, sorted_RV, 0)
     before_RV = sorted_RV.cumsum(-1) - sorted_RV
     kept_RV = (top_p_R[:, None] >= 1) | (before_RV < top_p_R[:, None] * sorted_RV.sum(-1, keepdim=True))
-    kept_RV &= sorted_RV >= min_p_R[:, None] * sorted_RV[:, :1]
     weights_RV = torch.zeros_like(sorted_RV).scatter(1, ids_RV, torch.where(kept_RV, sorted_RV, 0))
     mass_RV = weights_RV.cumsum(-1)
     passed_RV = (mass_RV > uniform_R[:, None] * mass_RV[:, -1:]) & (weights_RV > 0)

@@ -189,11 +189,11 @@ def _cut(bits_V, probs_V, by_count, limit, rare):
 
 
 @routine()
-def _walk(bits_V, probs_V, cut, num_at_cut, least, target):
+def _walk(bits_V, probs_V, cut, num_at_cut, target):
     """Add up what is kept, by token id, until it passes `target`; return the last token with weight, and the sum."""
     mass, last, num_equal = 0.0, 0, 0.0
     for token in range(len(bits_V)):
-        if bits_V[token] < cut or probs_V[token] < least:
+        if bits_V[token] < cut:
             continue
         if bits_V[token] == cut:
             num_equal += 1.0
@@ -211,20 +211,23 @@ def _walk(bits_V, probs_V, cut, num_at_cut, least, target):
 def _draw(bits_V, probs_V, top_k, top_p, min_p, uniform):
     cut, num_at_cut = np.int64(0), ALL
     is_cut, ids = False, np.empty(0, np.int64)
-    if top_k > 0:
-        cut, num_at_cut, ids = _cut(bits_V, probs_V, True, np.float64(top_k), 0.0)
+    if min_p > 0.0:
+        ids = _at_least(probs_V, min_p * probs_V.max())
         is_cut, bits_V, probs_V = True, bits_V[ids], probs_V[ids]
-    if top_p < 1.0:
-        mass = _walk(bits_V, probs_V, cut, num_at_cut, 0.0, ALL)[1] if is_cut else _sum(probs_V)
+    if top_k > 0:
+        cut, num_at_cut, kept = _cut(bits_V, probs_V, True, np.float64(top_k), 0.0)
+        ids = ids[kept] if is_cut else kept
+        is_cut, bits_V, probs_V = True, bits_V[kept], probs_V[kept]
+    if top_p < 1.0 and len(probs_V) > 0:
+        mass = _walk(bits_V, probs_V, cut, num_at_cut, ALL)[1] if is_cut else _sum(probs_V)
         rare = RARE * (1.0 - top_p) * mass / len(probs_V)  # all below it have less than 1 - top_p of the mass together
         cut_p, num_at_cut_p, kept = _cut(bits_V, probs_V, False, top_p * mass, rare)
         if cut_p > cut or (cut_p == cut and num_at_cut_p < num_at_cut):
             cut, num_at_cut = cut_p, num_at_cut_p
         ids = ids[kept] if is_cut else kept
         is_cut, bits_V, probs_V = True, bits_V[kept], probs_V[kept]
-    least = min_p * probs_V.max() if min_p > 0.0 and len(probs_V) > 0 else 0.0
-    _, mass = _walk(bits_V, probs_V, cut, num_at_cut, least, ALL)
-    drawn, _ = _walk(bits_V, probs_V, cut, num_at_cut, least, uniform * mass)
+    _, mass = _walk(bits_V, probs_V, cut, num_at_cut, ALL)
+    drawn, _ = _walk(bits_V, probs_V, cut, num_at_cut, uniform * mass)
     return ids[drawn] if is_cut and len(ids) > 0 else drawn  # none is left of probabilities that are no numbers
 
 

@@ -124,8 +124,9 @@ def draw_kernel(
     """Draw the token of one row, without a sort.
 
     Probabilities are not negative, so that their bit patterns, as integers, are ordered as they are: a radix descent
-    over these finds the probability at which top_k or top_p cut, two bits a pass. A limit that a row does not have
-    costs it nothing.
+    over these finds the probability at which top_k or top_p cut, two bits a pass. What comes before a token, the
+    likeliest first, is the same with and without those that min_p drops: only the mass of top_p counts what is left.
+    A limit that a row does not have costs it nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += row * row_stride
@@ -133,16 +134,16 @@ def draw_kernel(
     min_p, uniform = tl.load(min_p_ptr + row), tl.load(uniform_ptr + row)
     cut, num_at_cut = tl.full((), 0, tl.int32), tl.full((), ALL, tl.float64)
     nothing = tl.full((), 0.0, tl.float64)
-    if top_k > 0:
-        cut, num_at_cut = _cut(probs_ptr, vocab_size, top_k.to(tl.float64), True, BLOCK)
-    if top_p < 1.0:
-        mass, _, _, _ = _walk(probs_ptr, vocab_size, cut, num_at_cut, nothing, nothing, BLOCK)
-        cut_p, num_at_cut_p = _cut(probs_ptr, vocab_size, top_p * mass, False, BLOCK)
-        is_stricter = (cut_p > cut) | ((cut_p == cut) & (num_at_cut_p < num_at_cut))
-        cut, num_at_cut = tl.where(is_stricter, cut_p, cut), tl.where(is_stricter, num_at_cut_p, num_at_cut)
     least = nothing
     if min_p > 0.0:
         least = min_p * _largest(probs_ptr, vocab_size, BLOCK).to(tl.float64)
+    if top_k > 0:
+        cut, num_at_cut = _cut(probs_ptr, vocab_size, top_k.to(tl.float64), True, BLOCK)
+    if top_p < 1.0:
+        mass, _, _, _ = _walk(probs_ptr, vocab_size, cut, num_at_cut, least, nothing, BLOCK)
+        cut_p, num_at_cut_p = _cut(probs_ptr, vocab_size, top_p * mass, False, BLOCK)
+        is_stricter = (cut_p > cut) | ((cut_p == cut) & (num_at_cut_p < num_at_cut))
+        cut, num_at_cut = tl.where(is_stricter, cut_p, cut), tl.where(is_stricter, num_at_cut_p, num_at_cut)
     mass, _, _, _ = _walk(probs_ptr, vocab_size, cut, num_at_cut, least, nothing, BLOCK)
     target = uniform * mass
     _, start, mass, num_equal = _walk(probs_ptr, vocab_size, cut, num_at_cut, least, target, BLOCK)

@@ -71,7 +71,7 @@ def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     probs = np.exp(logits - logits.max())
     probs /= probs.sum()
     order = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
-    kept = order[: top_k or None]
+    kept = [i for i in order if probs[i] >= min_p * probs[order[0]]][: top_k or None]
     mass = sum(probs[i] for i in kept)
     nucleus, total = [], 0.0
     for i in kept:
@@ -79,9 +79,8 @@ def reference(logits_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
             break
         nucleus.append(i)
         total += probs[i]
-    kept = [i for i in nucleus if probs[i] >= min_p * probs[order[0]]]
     result = np.zeros_like(probs)
-    result[kept] = probs[kept] / probs[kept].sum()
+    result[nucleus] = probs[nucleus] / probs[nucleus].sum()
     return result
 
 

@@ -34,6 +34,17 @@ def test_draw_equals_reference(vocab_size: int, scale: float) -> None:
     assert torch.equal(cpu.draw(*given), reference.draw(*given))
 
 
+@pytest.mark.parametrize("backend", [cpu, reference])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p", "token_id"),
+    [(0, 0.6, 0.5, 0), (4, 0.6, 0.5, 0), (2, 0.6, 0.0, 0), (0, 0.6, 0.0, 1), (3, 0.9, 0.1, 2), (2, 0.7, 0.15, 1)],
+)
+def test_top_p_counts_the_mass_that_min_p_and_top_k_left(backend, top_k, top_p, min_p, token_id) -> None:
+    probs = torch.tensor([[0.5, 0.3, 0.1, 0.1]])
+    limits = torch.tensor([top_k]), torch.tensor([top_p]).double(), torch.tensor([min_p]).double()
+    assert backend.draw(probs, *limits, torch.tensor([0.99]).double()).tolist() == [token_id]
+
+
 @pytest.mark.parametrize("vocab_size", [1, 7, 997, 1_024, 49_152])
 def test_the_largest_is_found_and_of_equals_the_first(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)

@@ -27,6 +27,15 @@ def test_draw_equals_reference(vocab_size: int, scale: float) -> None:
     assert torch.equal(triton.draw(*given), reference.draw(*given))
 
 
+def test_top_p_counts_the_mass_that_min_p_and_top_k_left() -> None:
+    probs_RV = torch.tensor([[0.5, 0.3, 0.1, 0.1]]).repeat(6, 1)
+    top_k_R = torch.tensor([0, 4, 2, 0, 3, 2])
+    top_p_R = torch.tensor([0.6, 0.6, 0.6, 0.6, 0.9, 0.7], dtype=torch.float64)
+    min_p_R = torch.tensor([0.5, 0.5, 0.0, 0.0, 0.1, 0.15], dtype=torch.float64)
+    given = (probs_RV, top_k_R, top_p_R, min_p_R, torch.full((6,), 0.99).double())
+    assert triton.draw(*given).tolist() == [0, 0, 0, 1, 2, 1]
+
+
 def test_of_equals_the_lower_ids_are_kept_and_those_of_no_weight_never() -> None:
     probs_RV = (random_logits(40, 1.0).softmax(-1) * 60).round() / 64  # exact: sums do not depend on their order
     assert (probs_RV == 0).any()
