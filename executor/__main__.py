@@ -6,6 +6,7 @@ import threading
 import time
 
 from protocol.extras import imports_of
+from protocol.link_keys import check_ranks_link, client_keys
 from protocol.process import refuse, start_process
 
 FIELDS = (
@@ -28,6 +29,8 @@ FIELDS = (
     "rank",
     "distributed_address",
     "backend_address",
+    "link_keys_dir",
+    "insecure_links",
 )
 RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
@@ -39,6 +42,11 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         # While kernels compile, or a rank waits for another, no Python function could end it: the signal itself does.
         signal.signal(number, signal.SIG_DFL)
+    try:
+        check_ranks_link(config)
+        keys = client_keys(config, "executor", [config.backend_address] if config.rank == 0 else [])
+    except ValueError as error:
+        return refuse("executor", error)
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     with imports_of("python -m executor", "executor"):
@@ -67,7 +75,7 @@ def main() -> int:
     logger.info("ready after %.2f s; serving %s", time.monotonic() - started_s, whom)
     try:
         if parallel.rank == 0:
-            serve(config.backend_address, runner, executor.description, executor.progress, Relay(parallel))
+            serve(config.backend_address, keys, runner, executor.description, executor.progress, Relay(parallel))
         else:
             follow(runner, parallel, heart)
     except GroupLostError as error:

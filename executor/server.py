@@ -9,7 +9,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,9 @@ from executor.group import Relay
 from executor.launched import Launched
 from executor.memory import used_bytes
 from executor.runner import ModelRunner
+from protocol.handshakes import HandshakeWatch
 from protocol.lifeline import Heart
+from protocol.link_keys import ClientKeys
 from protocol.messages import (
     ExecutorReady,
     NeedInit,
@@ -73,11 +75,12 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self,
         context: zmq.Context[Socket],
         address: str,
+        keys: ClientKeys | None,
         incarnation: str,
         progress: StepProgress,
         used_bytes: Callable[[], int],
     ) -> None:
-        self._socket = connect(context, address, new_identity())
+        self._socket, self._handshakes = connect(context, address, new_identity(), keys, is_silent=True)
         self._incarnation = incarnation
         self._progress = progress
         self._used_bytes = used_bytes
@@ -93,8 +96,9 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._thread.join()
 
     def _run(self) -> None:
-        with self._socket as socket:
+        with self._socket as socket, closing(self._handshakes):
             while not self._ended.wait(INTERVAL_S):
+                self._handshakes.look()
                 step_id, layers_done = self._progress.step_id, self._progress.layers_done
                 message = Progress(self._incarnation, step_id, layers_done, self._used_bytes())
                 try_send(socket, [encode(message)])
@@ -122,6 +126,7 @@ class Server:
         progress: StepProgress,
         relay: Relay,
         clock: Callable[[], float] = time.monotonic,
+        handshakes: HandshakeWatch | None = None,
     ) -> None:
         self._socket = socket
         self._runner = runner
@@ -129,6 +134,7 @@ class Server:
         self._progress = progress
         self._relay = relay
         self._clock = clock
+        self._handshakes = handshakes
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
         self._next_step_id = 1  # to be launched
@@ -165,6 +171,8 @@ class Server:
     def _say_ready_if_due(self) -> None:
         if self._clock() < self._ready_due_s:
             return
+        if self._handshakes is not None:
+            self._handshakes.look()
         self._relay.keep_alive()
         ready = msgspec.structs.replace(self._description, scheduler_incarnation=self._scheduler_incarnation)
         is_sent = self._send(encode(ready))
@@ -267,21 +275,40 @@ class Server:
         return try_send(self._socket, [frame])
 
 
-def connect(context: zmq.Context[Socket], address: str, incarnation: str) -> Socket:
-    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first."""
+def connect(
+    context: zmq.Context[Socket],
+    address: str,
+    identity: str,
+    keys: ClientKeys | None = None,
+    *,
+    is_silent: bool = False,
+) -> tuple[Socket, HandshakeWatch]:
+    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first.
+
+    With it comes who watches its handshakes.
+    """
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.IMMEDIATE, 1)
-    return connect_dealer(socket, address, incarnation)
+    handshakes = HandshakeWatch(socket, address, has_keys=keys is not None, is_silent=is_silent)
+    return connect_dealer(socket, address, identity, keys), handshakes
 
 
-def serve(address: str, runner: ModelRunner, description: ExecutorReady, progress: StepProgress, relay: Relay) -> None:
+def serve(
+    address: str,
+    keys: ClientKeys | None,
+    runner: ModelRunner,
+    description: ExecutorReady,
+    progress: StepProgress,
+    relay: Relay,
+) -> None:
     """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
     context: zmq.Context[Any] = zmq.Context()
     try:
-        socket = connect(context, address, description.executor_incarnation)
+        socket, handshakes = connect(context, address, description.executor_incarnation, keys)
         used = partial(used_bytes, runner.device.torch_device)
-        with ProgressReporter(context, address, description.executor_incarnation, progress, used):
-            Server(socket, runner, description, progress, relay).run()
+        reporter = ProgressReporter(context, address, keys, description.executor_incarnation, progress, used)
+        with closing(handshakes), reporter:
+            Server(socket, runner, description, progress, relay, handshakes=handshakes).run()
     finally:
         context.destroy()
 

@@ -35,6 +35,8 @@ FIELDS = (
     "seed",
     "frontend_address",
     "schedulers",
+    "link_keys_dir",
+    "insecure_links",
     "peer_timeout_s",
     "shutdown_timeout_s",
 )

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from gateway.auth import Authentication
 from gateway.chat import chat_completions
 from gateway.completions import completions
-from gateway.engine import Engine, scheduler_clients
+from gateway.engine import Engine, scheduler_addresses, scheduler_clients
 from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
 from gateway.metrics import CountRequests, Metrics, watch_loop
@@ -25,6 +25,7 @@ from gateway.models import list_models, show_model
 from gateway.service import Service
 from protocol import __version__
 from protocol.config import Config
+from protocol.link_keys import client_keys
 
 KEEP_ALIVE_S = 10.0
 FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request
@@ -76,8 +77,8 @@ def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: 
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
     It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
-    seconds gets a comment. Raises ValueError if the directory cannot be used. Nothing is connected before the
-    application's lifespan begins.
+    seconds gets a comment. Raises ValueError if the directory cannot be used, or a link lacks its keys. Nothing
+    is connected before the application's lifespan begins.
     """
     names = model_names(config)
     metrics = metrics or Metrics(names[0])
@@ -95,12 +96,13 @@ def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: 
 
 
 def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
+    keys = client_keys(config, "gateway", scheduler_addresses(config))
     files = read_model_files(config)
     seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
-        async with Engine(scheduler_clients(config), files.tokenizer) as engine:
+        async with Engine(scheduler_clients(config, keys), files.tokenizer) as engine:
             reports = EngineCollector(engine, names[0])
             metrics.registry.register(reports)
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))

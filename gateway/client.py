@@ -11,6 +11,8 @@ import zmq
 import zmq.asyncio
 
 from gateway.in_flight import Event, InFlight
+from protocol.handshakes import HandshakeWatch
+from protocol.link_keys import ClientKeys
 from protocol.messages import Ready, Stats, Submit, ToScheduler, decode_to_gateway, encode
 from protocol.sockets import connect_dealer, new_identity
 
@@ -27,12 +29,13 @@ class SchedulerClient:
     back: what is in flight waits and then goes on.
     """
 
-    def __init__(self, address: str, *, peer_timeout_s: float = 10.0) -> None:
-        self.address, self._peer_timeout_s = address, peer_timeout_s
+    def __init__(self, address: str, *, peer_timeout_s: float = 10.0, keys: ClientKeys | None = None) -> None:
+        self.address, self._peer_timeout_s, self._keys = address, peer_timeout_s, keys
         self._gateway_id = new_identity()  # the scheduler goes by it: whatever comes of a connection, it stays
         self._in_flight = InFlight(self._gateway_id)
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
+        self._handshakes: HandshakeWatch | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_heard_s = -float("inf")
         self._answered = asyncio.Event()
@@ -62,7 +65,8 @@ class SchedulerClient:
         self._socket = self._context.socket(zmq.DEALER)
         # Nothing waits in a queue for a scheduler that is not there: the next one would get stale news.
         self._socket.set(zmq.IMMEDIATE, 1)
-        connect_dealer(cast("zmq.Socket[bytes]", self._socket), self.address, self._gateway_id)
+        self._handshakes = HandshakeWatch(self._socket, self.address, has_keys=self._keys is not None)
+        connect_dealer(cast("zmq.Socket[bytes]", self._socket), self.address, self._gateway_id, self._keys)
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._tick())]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -73,6 +77,8 @@ class SchedulerClient:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._send(self._in_flight.fail("the gateway is shutting down"))
+        if self._handshakes is not None:
+            self._handshakes.close()
         if self._socket is not None and self._context is not None:
             self._socket.close(linger=CLOSE_MS)  # time for the Aborts
             self._context.term()
@@ -110,7 +116,9 @@ class SchedulerClient:
             await asyncio.sleep(0)  # the streams' turn, also when the next message is there already
 
     async def _tick(self) -> None:
+        assert self._handshakes is not None
         while True:
+            self._handshakes.look()
             self._log_health()
             if not self._is_heard:
                 self._send(self._in_flight.fail("the scheduler does not answer", only_new=True))

@@ -13,6 +13,7 @@ from gateway.in_flight import Event
 from gateway.text_stream import TextStream
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
+from protocol.link_keys import ClientKeys
 from protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
 from protocol.sampling import SamplingParams
 
@@ -225,10 +226,16 @@ class Engine:
         raise AssertionError("attempts do not end")
 
 
-def scheduler_clients(config: Config) -> list[SchedulerClient]:
-    """Return a client for each scheduler that `config` names."""
-    addresses = config.schedulers or (config.frontend_address,)
-    return [SchedulerClient(address, peer_timeout_s=config.peer_timeout_s) for address in addresses]
+def scheduler_addresses(config: Config) -> tuple[str, ...]:
+    return config.schedulers or (config.frontend_address,)
+
+
+def scheduler_clients(config: Config, keys: ClientKeys | None = None) -> list[SchedulerClient]:
+    """Return a client for each scheduler that `config` names; `keys` are for those that TCP leads to."""
+    return [
+        SchedulerClient(address, peer_timeout_s=config.peer_timeout_s, keys=keys)
+        for address in scheduler_addresses(config)
+    ]
 
 
 def _preference(client: SchedulerClient) -> tuple[bool, bool, int]:

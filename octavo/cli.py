@@ -39,6 +39,7 @@ COMMANDS = {
     "complete": Command("complete text in the terminal", ("gateway",)),
     "bench": Command("measure a server, or a part of it"),  # which has extras of its own for each measurement
     "env": Command("show what a bug report needs"),
+    "keys": Command("make the keys of links between machines"),
     "supervise": Command("keep one of the processes running"),
 }
 

@@ -15,6 +15,8 @@ LAUNCHER_FIELDS = (
     "schedulers",
     "rank",
     "distributed_address",
+    "link_keys_dir",
+    "insecure_links",
     "shutdown_timeout_s",
 )
 # A program's own engine listens nowhere, unless one of these is a keyword.

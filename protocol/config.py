@@ -194,6 +194,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[Address, ...],
         Meta(description="addresses of the schedulers that a gateway uses (default: frontend-address)"),
     ] = ()
+    link_keys_dir: Annotated[
+        str,
+        Meta(
+            description="directory of this process's keys for tcp:// links, one of those that `octavo keys` makes;"
+            " ipc:// links need none"
+        ),
+    ] = ""
+    insecure_links: Annotated[
+        bool,
+        Meta(
+            description="allow links without keys to addresses that other machines reach: whoever reaches them too can"
+            " use the model, and read along"
+        ),
+    ] = False
     peer_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds of silence after which a gateway or executor counts as dead")
     ] = 10.0

@@ -16,9 +16,12 @@ from typing import TypeVar
 
 import zmq
 
+from protocol.link_keys import TCP, ClientKeys, ServerKeys
+
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_IPC_PATH_BYTES = 107  # of a Unix socket's path, the closing zero not counted
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 4000
+HANDSHAKE_MS = 5000  # that whoever connects is given, before its connection is closed
 
 AnySocket = TypeVar("AnySocket", bound="zmq.Socket[bytes]")
 
@@ -40,11 +43,23 @@ def configure(socket: AnySocket, *, high_water_mark: int = 1000) -> AnySocket:
     return socket
 
 
-def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, **options: int) -> "zmq.Socket[bytes]":
-    """Return a ROUTER bound to `address`; hold the address first. Raises ValueError if it cannot be bound."""
+def bind_router(
+    context: "zmq.Context[zmq.Socket[bytes]]", address: str, keys: ServerKeys | None = None, **options: int
+) -> "zmq.Socket[bytes]":
+    """Return a ROUTER bound to `address`; hold the address first. Raises ValueError if it cannot be bound.
+
+    With `keys`, whoever connects by TCP is asked for one, and `scheduler/door.py` says whether it is admitted: nobody
+    is where no door is kept.
+    """
     socket = configure(context.socket(zmq.ROUTER), **options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
     socket.set(zmq.ROUTER_HANDOVER, 1)
+    socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    if keys is not None and address.startswith(TCP):
+        socket.set(zmq.CURVE_SERVER, 1)
+        socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+        socket.set(zmq.ZAP_DOMAIN, keys.kind.encode())
+        socket.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
     try:
         socket.bind(address)
     except zmq.ZMQError as error:
@@ -53,9 +68,18 @@ def bind_router(context: "zmq.Context[zmq.Socket[bytes]]", address: str, **optio
     return socket
 
 
-def connect_dealer(socket: AnySocket, address: str, identity: str, **options: int) -> AnySocket:
-    """Return `socket`, a DEALER of any context, connected under `identity`. The peer need not be there yet."""
+def connect_dealer(
+    socket: AnySocket, address: str, identity: str, keys: ClientKeys | None = None, **options: int
+) -> AnySocket:
+    """Return `socket`, a DEALER of any context, connected under `identity`. The peer need not be there yet.
+
+    `keys` are for TCP; with them, only the scheduler that has the secret key is spoken to.
+    """
     configure(socket, **options)
+    if keys is not None and address.startswith(TCP):
+        socket.set(zmq.CURVE_PUBLICKEY, keys.own.public)
+        socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+        socket.set(zmq.CURVE_SERVERKEY, keys.scheduler)
     socket.set(zmq.IDENTITY, identity.encode())
     socket.set(zmq.RECONNECT_IVL, 50)
     socket.set(zmq.RECONNECT_IVL_MAX, 500)

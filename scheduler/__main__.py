@@ -18,13 +18,15 @@ FIELDS = (
     "async_scheduling",
     "frontend_address",
     "backend_address",
+    "link_keys_dir",
+    "insecure_links",
     "peer_timeout_s",
     "hang_timeout_s",
 )
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 2 if an address cannot be bound."""
+    """Return the exit status: 0 after a signal, 2 if an address cannot be bound or lacks keys."""
     config, heart = start_process(
         "scheduler", "Plan the steps of one model's executors and serve its gateways.", FIELDS
     )

@@ -1,6 +1,6 @@
 """`python -m scheduler.probe`: ask the scheduler of this machine or container whether work can make progress.
 
-It reads the scheduler's own variables. The exit status is 0 if it can, else 1, with the reason: readiness of a
+It reads the scheduler's own variables and keys. The exit status is 0 if it can, else 1, with the reason: readiness of a
 scheduler together with its executor.
 """
 
@@ -11,7 +11,8 @@ import time
 
 import zmq
 
-from protocol.config import ConfigError, load_config
+from protocol.config import load_config
+from protocol.link_keys import ClientKeys, client_keys
 from protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway, encode
 from protocol.sockets import connect_dealer, new_identity
 
@@ -21,8 +22,10 @@ TIMEOUT_S = 2.0  # less than what probes are commonly given
 def main() -> int:
     """Return the exit status."""
     try:
-        reason = ask(reachable(load_config(os.environ).frontend_address), TIMEOUT_S)
-    except ConfigError as error:
+        config = load_config(os.environ)
+        address = reachable(config.frontend_address)
+        reason = ask(address, TIMEOUT_S, client_keys(config, "scheduler", [address]))
+    except ValueError as error:
         reason = str(error)
     if reason:
         print(reason, file=sys.stderr)
@@ -34,11 +37,11 @@ def reachable(address: str) -> str:
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", "tcp://localhost:", address)
 
 
-def ask(address: str, timeout_s: float) -> str:
+def ask(address: str, timeout_s: float, keys: ClientKeys | None = None) -> str:
     """Return why the scheduler at `address` makes no progress, or nothing if it does. It takes `timeout_s` at most."""
     gateway_id = new_identity()
     deadline_s = time.monotonic() + timeout_s
-    with zmq.Context() as context, connect_dealer(context.socket(zmq.DEALER), address, gateway_id) as socket:
+    with zmq.Context() as context, connect_dealer(context.socket(zmq.DEALER), address, gateway_id, keys) as socket:
         socket.send(encode(Hello(PROTOCOL_VERSION, gateway_id, hello_seq=1)))
         while socket.poll(max(0, round(1000 * (deadline_s - time.monotonic())))):
             match decode_to_gateway(socket.recv()):

@@ -15,6 +15,7 @@ import zmq
 
 from protocol.config import Config
 from protocol.lifeline import Heart
+from protocol.link_keys import server_keys
 from protocol.measures import RecentMaximum
 from protocol.messages import (
     ExecutorReady,
@@ -31,6 +32,7 @@ from protocol.messages import (
     encode,
 )
 from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address, new_identity, try_send
+from scheduler.door import keep_door, report_refused
 from scheduler.executor_link import LONGEST_LOOK_S, Arrival, ExecutorLink, SentStep
 from scheduler.frontend import Frontend, Service
 from scheduler.inbox import Inbox
@@ -55,17 +57,21 @@ def open_server(
     high_water_mark: int = 1000,
     max_step_bytes: int = MAX_MESSAGE_BYTES,
 ) -> Iterator["Server"]:
-    """Bind both addresses while the context lasts. Raises ValueError if one cannot be bound.
+    """Bind both addresses while the context lasts. Raises ValueError if one cannot be bound, or lacks its keys.
 
     `high_water_mark` is how many messages wait for a gateway that does not read them; no Step is sent that is longer
     than `max_step_bytes`.
     """
+    frontend_keys, backend_keys = server_keys(config)
     with (
         hold_address(config.frontend_address),
         hold_address(config.backend_address),
         zmq.Context() as context,
-        bind_router(context, config.frontend_address, high_water_mark=high_water_mark) as frontend,
-        bind_router(context, config.backend_address) as backend,
+        keep_door(context, frontend_keys, backend_keys),
+        bind_router(context, config.frontend_address, frontend_keys, high_water_mark=high_water_mark) as frontend,
+        bind_router(context, config.backend_address, backend_keys) as backend,
+        report_refused(frontend, config.frontend_address, frontend_keys),
+        report_refused(backend, config.backend_address, backend_keys),
     ):
         wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         try:

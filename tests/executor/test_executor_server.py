@@ -39,7 +39,7 @@ class Link:
     def __init__(self, context, model=None, device=None):
         self.clock = Clock()
         self.scheduler = FakeBackend()
-        self.socket = connect(context, self.scheduler.address, EXECUTOR)
+        self.socket, self.handshakes = connect(context, self.scheduler.address, EXECUTOR)
         self.progress = StepProgress()
         self.relay = RecordingRelay()
         self.runner = make_runner(model, device=device)
@@ -81,6 +81,7 @@ class Link:
         self.scheduler = FakeBackend(address)
 
     def close(self):
+        self.handshakes.close()
         self.socket.close(0)
         self.scheduler.close()
 
@@ -291,7 +292,7 @@ def test_progress_is_told_while_the_main_thread_is_busy(context):
     progress.count_layer("module", "inputs", "output")
     with (
         FakeBackend() as scheduler,
-        ProgressReporter(context, scheduler.address, EXECUTOR, progress, lambda: 4096),
+        ProgressReporter(context, scheduler.address, None, EXECUTOR, progress, lambda: 4096),
     ):
         assert scheduler.receive_any() == Progress(EXECUTOR, 7, 2, used_bytes=4096)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from protocol.link_keys import ClientKeys
 from protocol.messages import (
     ExecutorReady,
     NeedInit,
@@ -98,9 +99,10 @@ class FakeExecutor(PeerThread):
         checks_kv: bool = True,
         fail_at_step: int | None = None,
         max_frame_bytes: int = MAX_MESSAGE_BYTES,
+        keys: ClientKeys | None = None,
     ) -> None:
         super().__init__()
-        self.address = address
+        self.address, self.keys = address, keys
         self.incarnation = new_identity()
         self.max_model_len = max_model_len
         self.fingerprint = fingerprint
@@ -135,8 +137,8 @@ class FakeExecutor(PeerThread):
     def _run(self) -> None:
         with (
             zmq.Context() as context,
-            connect_dealer(context.socket(zmq.DEALER), self.address, new_identity()) as socket,
-            connect_dealer(context.socket(zmq.DEALER), self.address, new_identity()) as progress_socket,
+            connect_dealer(context.socket(zmq.DEALER), self.address, new_identity(), self.keys) as socket,
+            connect_dealer(context.socket(zmq.DEALER), self.address, new_identity(), self.keys) as progress_socket,
         ):
             ready_sent_s = 0.0
             while not self._stop.is_set():

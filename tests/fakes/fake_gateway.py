@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
+from protocol.link_keys import ClientKeys
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -68,9 +69,10 @@ class FakeGateway(PeerThread):
         resubmit_after_s: float = 0.3,
         high_water_mark: int = 1000,
         protocol_version: int = PROTOCOL_VERSION,
+        keys: ClientKeys | None = None,
     ) -> None:
         super().__init__()
-        self.address = address
+        self.address, self.keys = address, keys
         self.identity = new_identity()
         self.hello_interval_s = hello_interval_s
         self.resubmit_after_s = resubmit_after_s
@@ -162,7 +164,7 @@ class FakeGateway(PeerThread):
         with (
             zmq.Context() as context,
             connect_dealer(
-                context.socket(zmq.DEALER), self.address, self.identity, high_water_mark=self.high_water_mark
+                context.socket(zmq.DEALER), self.address, self.identity, self.keys, high_water_mark=self.high_water_mark
             ) as socket,
         ):
             while not self._stop.is_set():
