@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import yaml
 
 from octavo.settings import LAUNCHER_FIELDS
-from protocol.config import FIELDS, PREFIX, load_config
+from protocol.config import FIELDS, PREFIX, Config, load_config
+from protocol.link_keys import client_keys, make_keys, server_keys
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "executor")
@@ -60,9 +63,44 @@ def test_the_key_reaches_the_gateways_alone(stack: dict[str, Any]) -> None:
 
 def test_what_connects_meets_what_is_bound(stack: dict[str, Any]) -> None:
     scheduler = environment(stack, "scheduler")
-    for service, link in (("gateway", "FRONTEND"), ("executor", "BACKEND"), ("executor", "FRONTEND")):
+    for service, link in (("gateway", "FRONTEND"), ("executor", "BACKEND")):
         connected = environment(stack, service)[f"OCTAVO_{link}_ADDRESS"]
         assert connected == scheduler[f"OCTAVO_{link}_ADDRESS"].replace("*", "scheduler")
+
+
+def test_each_process_has_the_keys_of_its_links_and_no_others(stack: dict[str, Any], tmp_path: Path) -> None:
+    make_keys(tmp_path)
+    for service in OURS:
+        mounts = [mount for mount in stack["services"][service]["volumes"] if "keys" in mount]
+        assert mounts == [f"{service}-keys:/keys/{service}:ro"]
+        variables = environment(stack, service)
+        assert variables["OCTAVO_LINK_KEYS_DIR"] == f"/keys/{service}"
+        config = Config(
+            frontend_address=variables.get("OCTAVO_FRONTEND_ADDRESS", ""),
+            backend_address=variables.get("OCTAVO_BACKEND_ADDRESS", ""),
+            link_keys_dir=str(tmp_path / service),
+        )
+        if service == "scheduler":
+            assert None not in server_keys(config)
+        else:
+            assert client_keys(config, service, [config.frontend_address or config.backend_address]) is not None
+
+
+def test_keys_are_made_once_before_anything_needs_them(stack: dict[str, Any], tmp_path: Path) -> None:
+    keys = stack["services"]["keys"]
+    assert set(keys["volumes"]) == {f"{service}-keys:/keys/{service}" for service in OURS}
+    for service in OURS:
+        assert stack["services"][service]["depends_on"]["keys"] == {"condition": "service_completed_successfully"}
+    assert "/keys/scheduler /keys/gateway /keys/executor" in (ROOT / "deploy" / "Dockerfile").read_text()
+    # The command itself, on another directory: it makes them, and then leaves them alone.
+    [*shell, script] = keys["command"]
+    command = [*shell, script.replace("/keys", str(tmp_path)).replace("octavo", f"{sys.executable} -m octavo")]
+    made = []
+    for _ in range(2):
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        made.append({path: path.read_bytes() for path in tmp_path.rglob("*.key*")})
+    assert len(made[0]) == 7
+    assert made[0] == made[1]
 
 
 def test_nginx_and_prometheus_ask_the_gateways_ports(stack: dict[str, Any]) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import kubernetes_validate
+import msgspec
 import pytest
 import yaml
 
 from octavo.cli import build_parser
 from protocol.config import PREFIX, Config, load_config
 from protocol.config import SECRETS as CONFIG_SECRETS
+from protocol.link_keys import check_ranks_link, client_keys, make_keys, server_keys
 from tests.fakes.kustomize import Manifest, build, name_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -34,6 +36,8 @@ OLDEST, NEWEST = "1.30", kubernetes_validate.latest_version()
 SMALL, EXECUTOR = "octavo-small", "octavo-executor"
 # Which secret each container may see.
 SECRETS = {"pull": {"octavo-hub"}, "gateway": {"octavo-api-keys"}, "scheduler": set(), "executor": set()}
+# Whose keys of links each container may see, for what leaves its pod.
+KEYS = {"pull": set(), "gateway": {"octavo-gateway-keys"}, "scheduler": {"octavo-scheduler-keys"}, "executor": set()}
 INJECTED = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "octavo-engine-0.octavo-engine.octavo"}
 
 
@@ -304,6 +308,41 @@ def test_keys_reach_the_gateways_alone(manifests: list[Manifest]) -> None:
         found = {source["secretRef"]["name"] for source in container["envFrom"] if "secretRef" in source}
         assert found == SECRETS[container["name"]]
         assert not [variable for variable in container.get("env", []) if "valueFrom" in variable]
+
+
+def test_each_process_has_the_keys_of_its_links_and_no_others(manifests: list[Manifest]) -> None:
+    for template in templates(manifests):
+        secrets = {v["name"]: v["secret"] for v in template["spec"]["volumes"] if "secret" in v}
+        assert all(secret["defaultMode"] == 0o440 for secret in secrets.values())
+        for container in containers_of(template):
+            mounts = [mount for mount in container["volumeMounts"] if mount["name"] in secrets]
+            assert {secrets[mount["name"]]["secretName"] for mount in mounts} == KEYS[container["name"]]
+            keys_dir = config_of(container, manifests).link_keys_dir
+            assert [keys_dir] == ([mount["mountPath"] for mount in mounts] or [""])
+            assert all(mount["readOnly"] for mount in mounts)
+    for kind in ("scheduler", "gateway"):
+        command = f"secret generic octavo-{kind}-keys --from-file=keys/{kind}"
+        assert command in (DEPLOY / "README.md").read_text()
+
+
+def test_each_process_starts_with_the_links_that_it_is_given(manifests: list[Manifest], tmp_path: Path) -> None:
+    """None is refused for a link to other machines without keys."""
+    make_keys(tmp_path)
+    for container in containers(manifests):
+        kind, config = container["name"], config_of(container, manifests)
+        if config.link_keys_dir:
+            assert not config.insecure_links
+            config = msgspec.structs.replace(config, link_keys_dir=str(tmp_path / kind))
+        match kind:
+            case "scheduler":
+                frontend, backend = server_keys(config)
+                assert frontend is not None
+                assert backend is None  # ipc
+            case "gateway":
+                assert client_keys(config, kind, config.schedulers) is not None
+            case "executor":
+                check_ranks_link(config)
+                assert client_keys(config, kind, [config.backend_address]) is None
 
 
 def test_pods_may_do_no_more_than_they_must(manifests: list[Manifest]) -> None:

@@ -127,6 +127,7 @@ def test_a_key_of_another_kind_is_not_let_in(peers, scheduler, keys):
     assert generates(gateway, "r")
     assert scheduler.server.link.num_lives == 1
     assert not gets_nothing(scheduler.config.frontend_address, keys["gateway"], for_ms=30_000)
+    assert not gets_nothing(scheduler.config.backend_address, keys["executor"], for_ms=30_000)
 
 
 def test_a_key_that_nobody_made_is_not_let_in(peers, scheduler, keys):
