@@ -31,6 +31,7 @@ FIELDS = (
     "port",
     "metrics_port",
     "api_key",
+    "max_held_body_bytes",
     "generation_config",
     "seed",
     "frontend_address",

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.auth import Authentication
+from gateway.body_limits import Bodies, BodyTimes
 from gateway.chat import chat_completions
 from gateway.completions import completions
 from gateway.engine import Engine, scheduler_addresses, scheduler_clients
@@ -73,7 +74,13 @@ def model_names(config: Config) -> tuple[str, ...]:
     return config.served_model_name or (config.model,)
 
 
-def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: float = KEEP_ALIVE_S) -> Starlette:
+def create_app(
+    config: Config,
+    metrics: Metrics | None = None,
+    *,
+    keep_alive_s: float = KEEP_ALIVE_S,
+    body_times: BodyTimes = BodyTimes(),  # noqa: B008  (frozen)
+) -> Starlette:
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
     It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
@@ -89,13 +96,15 @@ def create_app(config: Config, metrics: Metrics | None = None, *, keep_alive_s: 
             Middleware(Authentication, keys=config.api_key),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
-        lifespan=_lifespan(config, names, metrics, keep_alive_s),
+        lifespan=_lifespan(config, names, metrics, keep_alive_s, body_times),
     )
     app.router.redirect_slashes = False  # a redirect names a host that a proxy's client cannot reach
     return app
 
 
-def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float) -> Lifespan:
+def _lifespan(
+    config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float, body_times: BodyTimes
+) -> Lifespan:
     keys = client_keys(config, "gateway", scheduler_addresses(config))
     files = read_model_files(config)
     seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
@@ -108,7 +117,8 @@ def _lifespan(config: Config, names: tuple[str, ...], metrics: Metrics, keep_ali
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
             # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
             await engine.first_answer(FIRST_ANSWER_S)
-            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s)}
+            bodies = Bodies(config.max_held_body_bytes, body_times)
+            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s, bodies)}
             watching.cancel()
             metrics.registry.unregister(reports)
         files.tokenizer.close()

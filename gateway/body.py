@@ -1,5 +1,6 @@
 """The body of a request: read within a limit, decoded into a Struct, and what is wrong with it said in plain words."""
 
+import asyncio
 import json
 import math
 import re
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from gateway.body_limits import Place
 from gateway.errors import RequestError
 from protocol.suggestions import suggestion
 
@@ -24,21 +26,41 @@ JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
-async def read_body(request: Request) -> bytes:
-    """Return the whole body. Raises RequestError (413, 415) if it is too large or compressed."""
+async def read_body(request: Request, place: Place) -> bytes:
+    """Return the whole body, which holds its bytes in `place`.
+
+    Raises RequestError if it is compressed (415), too large (413), too slow (408), or there is no room for it (429).
+    """
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(f"content-encoding {encoding} is not supported", status=415, code="unsupported_encoding")
     announced = request.headers.get("content-length", "0")
-    if announced.isdecimal() and int(announced) > MAX_BODY_BYTES:
-        raise _too_large()
-    chunks, num_bytes = [], 0
-    async for chunk in request.stream():
-        num_bytes += len(chunk)
-        if num_bytes > MAX_BODY_BYTES:
-            raise _too_large()
-        chunks.append(chunk)
-    return b"".join(chunks)
+    if announced.isdecimal():
+        _check_size(int(announced))
+        place.check(int(announced))
+    try:
+        async with asyncio.timeout(place.times.whole_s):
+            return await _read_pieces(request, place)
+    except TimeoutError:
+        raise _too_slow(f"was not there within {place.times.whole_s:g} s") from None
+
+
+async def _read_pieces(request: Request, place: Place) -> bytes:
+    pieces: list[bytes] = []
+    num_bytes = 0
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(place.times.stall_s):
+                piece = await anext(stream, None)
+        except TimeoutError:
+            raise _too_slow(f"stood still for {place.times.stall_s:g} s") from None
+        if piece is None:
+            return b"".join(pieces)
+        num_bytes += len(piece)
+        _check_size(num_bytes)
+        place.hold(num_bytes)
+        pieces.append(piece)
 
 
 def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:
@@ -56,16 +78,26 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
 
 def _check_num_values(body: bytes) -> None:
     """Raise RequestError (413) for more values than any request has; what separates them counts inside strings too."""
-    if len(body) > MAX_VALUES and sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise RequestError(f"the body has more than {MAX_VALUES} values", status=413, code="body_too_large")
+    num_values = 0
+    for start in range(0, len(body), MAX_VALUES):  # so that a count ends soon after it is too high
+        num_values += sum(body.count(separator, start, start + MAX_VALUES) for separator in (b",", b"[", b"{"))
+        if num_values > MAX_VALUES:
+            raise RequestError(f"the body has more than {MAX_VALUES} values", status=413, code="body_too_large")
 
 
 def _too_deep() -> RequestError:
     return RequestError("the body is nested too deeply", code="invalid_json")
 
 
-def _too_large() -> RequestError:
-    return RequestError(f"the body is larger than {MAX_BODY_BYTES >> 20} MiB", status=413, code="body_too_large")
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        message = f"the body is larger than {MAX_BODY_BYTES >> 20} MiB"
+        raise RequestError(message, status=413, code="body_too_large")
+
+
+def _too_slow(complaint: str) -> RequestError:
+    headers = {"Connection": "close"}  # what is still to come belongs to no request
+    return RequestError(f"the body {complaint}: send it again", status=408, code="request_timeout", headers=headers)
 
 
 def invalid_field(complaint: str, kind: Any) -> RequestError:

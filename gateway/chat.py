@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
+from gateway.body_limits import Place
 from gateway.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from gateway.choices import Choices, generation_requests
 from gateway.delta import Whole
@@ -35,10 +36,12 @@ from protocol.sampling import SamplingParams
 
 async def chat_completions(request: Request) -> Response:
     arrived_s = time.perf_counter()
-    body = decode_body(chat_decoder, await read_body(request))
-    check_common(body)
-    check_chat(body)
-    return await unless_client_leaves(request, _answer(request.state.service, request.state.tenant, body, arrived_s))
+    service: Service = request.state.service
+    with service.bodies.place() as place:
+        body = decode_body(chat_decoder, await read_body(request, place))
+        check_common(body)
+        check_chat(body)
+        return await unless_client_leaves(request, _answer(service, request.state.tenant, body, place, arrived_s))
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -58,9 +61,11 @@ def check_chat(body: ChatRequest) -> None:
         raise RequestError(complaint, param="max_tokens", code="invalid_value")
 
 
-async def _answer(service: Service, tenant: str, body: ChatRequest, arrived_s: float) -> Response:
+async def _answer(service: Service, tenant: str, body: ChatRequest, place: Place, arrived_s: float) -> Response:
     model, ready = service.model_name(body.model), service.ready()
     token_ids = await _encode_messages(service, body, ready)
+    body.messages = []  # the tokens stand for them from here on
+    place.give_back()
     sampling = _sampling(service, body, ready, len(token_ids))
     response_id = new_response_id("chatcmpl")
     requests = generation_requests(body, response_id, tenant, [token_ids], [sampling])

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body import decode_body, read_body
+from gateway.body_limits import Place
 from gateway.choices import Choices, generation_requests
 from gateway.delta import Delta, TokenLogprob, Whole
 from gateway.errors import RequestError
@@ -37,12 +38,14 @@ class Prompt:
 
 async def completions(request: Request) -> Response:
     arrived_s = time.perf_counter()
-    body = decode_body(completion_decoder, await read_body(request))
-    check_common(body)
-    return await unless_client_leaves(request, _answer(request.state.service, request.state.tenant, body, arrived_s))
+    service: Service = request.state.service
+    with service.bodies.place() as place:
+        body = decode_body(completion_decoder, await read_body(request, place))
+        check_common(body)
+        return await unless_client_leaves(request, _answer(service, request.state.tenant, body, place, arrived_s))
 
 
-async def _answer(service: Service, tenant: str, body: CompletionRequest, arrived_s: float) -> Response:
+async def _answer(service: Service, tenant: str, body: CompletionRequest, place: Place, arrived_s: float) -> Response:
     model, ready, n = service.model_name(body.model), service.ready(), body.n or 1
     given = split_prompts(body.prompt, n)
     response_id = new_response_id("cmpl")

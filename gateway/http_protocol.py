@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds: on the bytes before a request's body, and on the wait for a first request."""
+"""uvicorn's HTTP protocol with bounds: on the bytes before a request's body, and on every wait for a client."""
 
 import asyncio
 from typing import Any
@@ -23,19 +23,27 @@ class UnchunkedCycle(RequestResponseCycle):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. The parser takes a head of any length, and time by its square; we close it before."""
+    """One connection. The parser takes a head of any length, and time by its square; we close it before.
+
+    While no answer is under way there is one deadline: for the first byte of a head (uvicorn's own wait ends with any
+    byte), from there on for the whole head, and after an early answer for the rest of the body that nobody reads.
+    """
+
+    HEAD_S = 30.0  # from its first byte to its last
+    UNREAD_BODY_S = 5.0  # a close while the client sends may cost it the answer
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._num_heads = 0  # complete ones
         self._is_in_head = True
+        self._has_head_begun = False
         self._num_head_bytes = 0  # of reads that brought nothing but a part of the present one
-        self._first_head: asyncio.TimerHandle | None = None
+        self._deadline: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._first_head = self.loop.call_later(self.timeout_keep_alive, transport.close)
+        self._wait(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -49,10 +57,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
 
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._has_head_begun = True
+        if self._deadline is not None and not self._is_stopping:
+            self._wait(self.HEAD_S)
+
     def on_headers_complete(self) -> None:
         self._stop_waiting()
         self._num_heads += 1
-        self._is_in_head = False
+        self._is_in_head = self._has_head_begun = False
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             self.cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has not run it yet
@@ -62,6 +76,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_in_head = True
         super().on_message_complete()
+        if self._deadline is not None:
+            self._wait(self.timeout_keep_alive)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # else the next one was sent already
+            self._wait_for_client()
+
+    def _wait_for_client(self) -> None:
+        if not self._is_in_head:
+            self._wait(self.UNREAD_BODY_S)
+        else:
+            self._wait(self.HEAD_S if self._has_head_begun else self.timeout_keep_alive)
 
     def shutdown(self) -> None:
         """Called when the server is told to stop: close, but after the answer under way or a request just sent."""
@@ -69,8 +96,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._num_heads:
             super().shutdown()
         else:
-            self._stop_waiting()
-            self._first_head = self.loop.call_later(LAST_REQUEST_S, self.transport.close)
+            self._wait(LAST_REQUEST_S)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the one envelope, and close."""
@@ -82,7 +108,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.write(head.encode() + body)
         self.transport.close()
 
+    def _wait(self, seconds: float) -> None:
+        """Close the connection in `seconds`, and not at a deadline that was set before."""
+        self._stop_waiting()
+        self._deadline = self.loop.call_later(seconds, self.transport.close)
+
     def _stop_waiting(self) -> None:
-        if self._first_head is not None:
-            self._first_head.cancel()
-            self._first_head = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.body_limits import Bodies
 from gateway.engine import Engine
 from gateway.errors import STATUS_CLIENT_CLOSED, RequestError, unavailable
 from gateway.metrics import Metrics
@@ -27,6 +28,7 @@ class Service:
     metrics: Metrics
     seeds: random.Random
     keep_alive_s: float
+    bodies: Bodies
 
     def model_name(self, asked: str | None) -> str:
         """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""

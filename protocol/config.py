@@ -75,6 +75,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[NonEmpty, ...],
         Meta(description="a key that clients must send as bearer token; may be given several times"),
     ] = ()
+    max_held_body_bytes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="size of all request bodies that a gateway holds at once, such as 1GiB; beyond, they are"
+            " refused with 429 (their text takes about four times as much)",
+        ),
+    ] = 256 << 20
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and activations; auto is the checkpoint's where the device multiplies it"),

@@ -13,6 +13,8 @@ import openai
 
 from gateway.__main__ import Server, uvicorn_config
 from gateway.app import create_app
+from gateway.body_limits import BodyTimes
+from gateway.http_protocol import BoundedHttpProtocol
 from gateway.listener import listen
 from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
@@ -88,23 +90,32 @@ def completion(prompt: Any = "hi", **fields: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(directory: Path, scheduler: FakeScheduler, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    directory: Path,
+    scheduler: FakeScheduler,
+    *,
+    body_times: BodyTimes = BodyTimes(),  # noqa: B008  (frozen)
+    http: type[BoundedHttpProtocol] = BoundedHttpProtocol,
+    **settings: Any,
+) -> AsyncIterator[Served]:
     """Serve the model in `directory` with `settings` of Config; the scheduler has answered once when this returns."""
     async with running(scheduler):
         names = {"served_model_name": (MODEL, "alias"), "schedulers": (scheduler.address,)}
         config = Config(model=str(directory), **(names | settings))
-        app = create_app(config, keep_alive_s=KEEP_ALIVE_S)
+        app = create_app(config, keep_alive_s=KEEP_ALIVE_S, body_times=body_times)
         with listen("127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            server = Server(uvicorn_config(app, config))
+            server_config = uvicorn_config(app, config)
+            server_config.http = http
+            server = Server(server_config)
             task = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with (
-                    httpx.AsyncClient(base_url=url, timeout=20) as http,
+                    httpx.AsyncClient(base_url=url, timeout=20) as client,
                     openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=20) as sdk,
                 ):
-                    await _until_healthy(http, scheduler)
-                    yield Served(url, scheduler, http, sdk, server)
+                    await _until_healthy(client, scheduler)
+                    yield Served(url, scheduler, client, sdk, server)
             finally:
                 server.should_exit = True
                 await task

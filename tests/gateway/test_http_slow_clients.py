@@ -1,0 +1,198 @@
+"""Clients that take their time: what a head, a body and all bodies together may take of the gateway."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.body_limits import BodyTimes
+from gateway.http_protocol import BoundedHttpProtocol
+from tests.fakes.fake_scheduler import FakeScheduler
+from tests.fakes.gateway_server import Served, chat, serving
+
+CHAT = "/v1/chat/completions"
+LONG_S = 600.0  # a test that has to wait for this fails
+MIB = 1 << 20
+
+
+class HastyHttpProtocol(BoundedHttpProtocol):
+    HEAD_S = 0.2
+    UNREAD_BODY_S = 0.2
+
+
+@asynccontextmanager
+async def connected(served: Served) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*served.address)
+    try:
+        async with asyncio.timeout(20):
+            yield reader, writer
+    finally:
+        writer.close()
+
+
+def head(num_bytes: int | None) -> bytes:
+    size = "Transfer-Encoding: chunked" if num_bytes is None else f"Content-Length: {num_bytes}"
+    return f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+    headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+    return int(status.split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
+
+
+def code(body: bytes) -> str:
+    return str(msgspec.json.decode(body)["error"]["code"])
+
+
+@pytest.mark.parametrize("size", [1000, None])
+async def test_a_body_that_stands_still_is_a_408(tiny_model: Path, scheduler: FakeScheduler, size: int | None) -> None:
+    async with (
+        serving(tiny_model, scheduler, body_times=BodyTimes(stall_s=0.2, whole_s=LONG_S)) as served,
+        connected(served) as (reader, writer),
+    ):
+        writer.write(head(size) + (b'2\r\n{"\r\n' if size is None else b'{"'))
+        status, headers, body = await answer(reader)
+        assert (status, code(body), headers["connection"]) == (408, "request_timeout", "close")
+        assert await reader.read() == b""
+
+
+async def test_a_body_that_drips_is_a_408(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with (
+        serving(tiny_model, scheduler, body_times=BodyTimes(stall_s=LONG_S, whole_s=0.3)) as served,
+        connected(served) as (reader, writer),
+    ):
+        writer.write(head(MIB))
+        answered = asyncio.create_task(answer(reader))
+        while not answered.done():
+            writer.write(b" ")
+            await asyncio.sleep(0.02)
+        status, _, body = await answered
+        assert (status, code(body)) == (408, "request_timeout")
+
+
+async def test_a_body_in_slow_pieces_is_read(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    body = msgspec.json.encode(chat())
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(head(len(body)))
+        for byte in body:
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.001)
+        assert (await answer(reader))[0] == 200
+
+
+async def test_a_chunked_body_is_refused_where_it_goes_beyond_the_limit(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    async with serving(tiny_model, scheduler, http=HastyHttpProtocol) as served, connected(served) as (reader, writer):
+        writer.write(head(None))
+        for _ in range(64):
+            writer.write(b"100000\r\n" + b" " * MIB + b"\r\n")
+            await writer.drain()
+        writer.write(b"1\r\n \r\n")  # and no end
+        status, _, body = await answer(reader)
+        assert (status, code(body)) == (413, "body_too_large")
+        while not reader.at_eof():  # what is still sent is not read for ever
+            writer.write(b"1\r\n \r\n")
+            with suppress(asyncio.TimeoutError, ConnectionError):
+                await asyncio.wait_for(reader.read(1), 0.02)
+
+
+async def refusal_of(served: Served, num_bytes: int) -> tuple[int, dict[str, str], bytes]:
+    """Announce a body of `num_bytes` and send none of it until it is refused."""
+    while True:
+        async with connected(served) as (reader, writer):
+            writer.write(head(num_bytes))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    return await answer(reader)
+
+
+async def test_bodies_are_held_within_a_bound(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler, max_held_body_bytes=3 * MIB) as served, AsyncExitStack() as stack:
+        for _ in range(2):
+            _, writer = await stack.enter_async_context(connected(served))
+            writer.write(head(3 * MIB // 2) + b" " * (MIB + (400 << 10)))
+        # Refused by what it announces, before a byte of it is read.
+        status, headers, body = await refusal_of(served, MIB)
+        assert (status, code(body), headers["retry-after"]) == (429, "overloaded", "1")
+        large = b" " * MIB + msgspec.json.encode(chat())
+        assert (await served.post(CHAT, large)).status_code == 429
+        await served.chat()  # a short one needs no room
+        await stack.aclose()
+        async with asyncio.timeout(20):
+            while (await served.post(CHAT, large)).status_code != 200:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_body_is_not_held_while_its_answer_is_generated(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler, max_held_body_bytes=3 * MIB) as served:
+        large = b" " * (2 * MIB)
+        scheduler.paused = True
+        waiting = [
+            asyncio.create_task(served.post(CHAT, large + msgspec.json.encode(chat(stream=stream))))
+            for stream in (False, True, False)
+            if await asyncio.sleep(0.3) is None
+        ]
+        await asyncio.sleep(0.3)
+        scheduler.paused = False
+        assert [(await each).status_code for each in waiting] == [200, 200, 200]
+
+
+async def test_one_body_always_has_room(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler, max_held_body_bytes=1) as served:
+        assert (await served.post(CHAT, b" " * MIB + msgspec.json.encode(chat()))).status_code == 200
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_head_that_comes_a_byte_at_a_time_is_given_up(
+    tiny_model: Path, scheduler: FakeScheduler, num_before: int
+) -> None:
+    async with (
+        serving(tiny_model, scheduler, http=HastyHttpProtocol) as served,
+        connected(served) as (reader, writer),
+    ):
+        for _ in range(num_before):
+            writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 200
+        ended = asyncio.create_task(reader.read())
+        for byte in b"GET /live HTTP/1.1\r\nX: " + b"a" * 10_000:
+            if ended.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        assert await ended == b""
+
+
+async def test_a_part_of_the_next_head_does_not_end_the_answer_before_it(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    async with (
+        serving(tiny_model, scheduler, http=HastyHttpProtocol) as served,
+        connected(served) as (reader, writer),
+    ):
+        body = msgspec.json.encode(chat())
+        scheduler.paused = True
+        writer.write(head(len(body)) + body + b"G")
+        await asyncio.sleep(2 * HastyHttpProtocol.HEAD_S)
+        scheduler.paused = False
+        assert (await answer(reader))[0] == 200
+        assert await reader.read() == b""
+
+
+async def test_an_answer_before_the_body_waits_for_the_rest_and_no_longer(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    async with serving(tiny_model, scheduler, http=HastyHttpProtocol) as served:
+        async with connected(served) as (reader, writer):
+            writer.write(head(10).replace(CHAT.encode(), b"/nowhere"))
+            assert (await answer(reader))[0] == 404
+            assert await reader.read() == b""
+        async with connected(served) as (reader, writer):
+            writer.write(head(10).replace(CHAT.encode(), b"/nowhere"))
+            assert (await answer(reader))[0] == 404
+            writer.write(b" " * 10 + b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 200
