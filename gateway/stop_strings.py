@@ -1,52 +1,81 @@
 """Where a text ends because of a stop string, found a character at a time."""
 
+from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+CHARACTER_BITS = 21  # every code point is below 2**21
 
 
 class StopStrings:
     """Watches one text for several strings; the one that is complete first wins, of two the longer.
 
-    Each string has the automaton of Knuth, Morris and Pratt, so a character costs the same whatever was before it
-    and however the text was cut into pieces. After `feed`, the last `num_held` characters may be the start of one.
+    All strings share the automaton of Aho and Corasick, so a character costs the same however many strings there are,
+    whatever was before it and however the text was cut into pieces. After `feed`, the last `num_held` characters may
+    be the start of one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` are not empty and contain no empty string."""
-        # The longest first: of two strings that end at one character, it is the one that began earlier.
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(self._stops)  # how much of each string the text ends with
+        self._automaton = _automaton(tuple(stops))
+        self._node = 0  # the longest start of a string that the text ends with
         self.num_held = 0
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, int] | None:
         """Return (stop string, index in `text` behind its end), or None; unless `armed`, a string does not stop."""
+        children, fallbacks, found, held = self._automaton
+        node = self._node
         for index, character in enumerate(text):
-            for which, stop in enumerate(self._stops):
-                if self._advance(which, stop, character) == len(stop):
-                    if armed:
-                        return stop, index + 1
-                    self._matched[which] = self._borders[which][-1]
-        self.num_held = max(self._matched)
+            code = ord(character)
+            while (child := children.get(node << CHARACTER_BITS | code)) is None and node:
+                node = fallbacks[node]
+            node = child or 0
+            if armed and found[node]:
+                self._node = node
+                return found[node], index + 1
+        self._node = node
+        self.num_held = held[node]
         return None
 
-    def _advance(self, which: int, stop: str, character: str) -> int:
-        matched, borders = self._matched[which], self._borders[which]
-        while matched and stop[matched] != character:
-            matched = borders[matched - 1]
-        matched += stop[matched] == character
-        self._matched[which] = matched
-        return matched
+
+class _Automaton(NamedTuple):
+    """A node is a start of some string; node 0 is the empty one."""
+
+    children: dict[int, int]  # node << CHARACTER_BITS | code point: the node that is one character longer
+    fallbacks: list[int]  # the longest node that is a proper suffix of a node
+    found: list[str]  # the longest string that a node ends with, or nothing
+    held: list[int]  # the length of the longest suffix of a node that can still become a string
 
 
-@lru_cache(maxsize=64)  # the choices of one request have the same strings
-def _borders(text: str) -> tuple[int, ...]:
-    """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    matched = 0
-    for index in range(1, len(text)):
-        while matched and text[index] != text[matched]:
-            matched = borders[matched - 1]
-        matched += text[index] == text[matched]
-        borders[index] = matched
-    return tuple(borders)
+@lru_cache(maxsize=32)  # the choices of one request have the same strings
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    children: dict[int, int] = {}
+    found, depths = [""], [0]
+    characters_of: list[list[int]] = [[]]  # that may follow a node
+    for stop in stops:
+        node = 0
+        for code in map(ord, stop):
+            key = node << CHARACTER_BITS | code
+            if key not in children:
+                children[key] = len(found)
+                characters_of[node].append(code)
+                found.append("")
+                depths.append(depths[node] + 1)
+                characters_of.append([])
+            node = children[key]
+        found[node] = stop
+    fallbacks, held, waiting = [0] * len(found), [0] * len(found), deque([0])
+    while waiting:  # the short nodes first: a fallback is shorter than its node
+        node = waiting.popleft()
+        found[node] = found[node] or found[fallbacks[node]]
+        held[node] = depths[node] if characters_of[node] else held[fallbacks[node]]
+        for code in characters_of[node]:
+            child, suffix = children[node << CHARACTER_BITS | code], node
+            while suffix:
+                suffix = fallbacks[suffix]
+                if longer := children.get(suffix << CHARACTER_BITS | code):
+                    fallbacks[child] = longer
+                    break
+            waiting.append(child)
+    return _Automaton(children, fallbacks, found, held)
