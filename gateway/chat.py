@@ -23,10 +23,18 @@ from gateway.openai_responses import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    RunningUsage,
     encode,
     system_fingerprint,
 )
-from gateway.openai_types import ChatRequest, chat_decoder, check_common, refuse_unsupported
+from gateway.openai_types import (
+    ChatRequest,
+    chat_decoder,
+    check_common,
+    refuse_unsupported,
+    usage_options,
+    wanted_tokens,
+)
 from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
@@ -56,9 +64,6 @@ def check_chat(body: ChatRequest) -> None:
     if body.add_generation_prompt and body.continue_final_message:
         complaint = "continue_final_message and add_generation_prompt exclude each other"
         raise RequestError(complaint, param="continue_final_message", code="invalid_value")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        complaint = "max_tokens and max_completion_tokens mean the same: they must agree"
-        raise RequestError(complaint, param="max_tokens", code="invalid_value")
 
 
 async def _answer(service: Service, tenant: str, body: ChatRequest, place: Place, arrived_s: float) -> Response:
@@ -70,7 +75,7 @@ async def _answer(service: Service, tenant: str, body: ChatRequest, place: Place
     response_id = new_response_id("chatcmpl")
     requests = generation_requests(body, response_id, tenant, [token_ids], [sampling])
     choices = await Choices.start(service.engine, requests, n=body.n or 1, metrics=service.metrics, arrived_s=arrived_s)
-    renderer = _Renderer(service, body, response_id, model, system_fingerprint(ready))
+    renderer = _Renderer(service, body, len(token_ids), response_id, model, system_fingerprint(ready))
     if body.stream:
         return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:
@@ -106,9 +111,7 @@ def render_chat(template: ChatTemplate, body: ChatRequest, max_model_len: int) -
 
 
 def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
-    asked, asked_by = body.max_completion_tokens, "max_completion_tokens"
-    if asked is None:
-        asked, asked_by = body.max_tokens, "max_tokens"
+    asked, asked_by = wanted_tokens(body)
     if asked == 0:
         raise RequestError(f"{asked_by} must be at least 1", param=asked_by, code="invalid_value")
     defaults = service.files.sampling_defaults
@@ -138,10 +141,19 @@ def _text_chunk(index: int, text: str) -> ChatChunkChoice:
 class _Renderer:
     """Writes the answer to one request, in one piece or in chunks."""
 
-    def __init__(self, service: Service, body: ChatRequest, response_id: str, model: str, fingerprint: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        num_prompt_tokens: int,
+        response_id: str,
+        model: str,
+        fingerprint: str,
+    ) -> None:
         self._tokenizer = service.files.tokenizer
         self._logprobs_wanted = bool(body.logprobs)
-        self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._usage_wanted, continuous = usage_options(body)
+        self._running = RunningUsage([num_prompt_tokens] * (body.n or 1)) if continuous else None
         self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
 
     async def whole(self, choices: Choices) -> ChatCompletion:
@@ -158,8 +170,12 @@ class _Renderer:
         async for index, delta in choices:
             if index not in text_writers:
                 text_writers[index] = writer.text(partial(_text_chunk, index))
-                yield writer.choice(ChatChunkChoice(index, ChatDelta("", "assistant")))
-            if delta.finish_reason is None and not self._logprobs_wanted:
+                begun = self._running and self._running.of(index)
+                yield writer.choice(ChatChunkChoice(index, ChatDelta("", "assistant")), begun)
+            if self._running:
+                self._running.add(index, len(delta.token_ids), delta.num_cached_tokens)
+                yield writer.choice(self._chunk(index, delta), self._running.of(index))
+            elif delta.finish_reason is None and not self._logprobs_wanted:
                 yield text_writers[index](delta.text)
             else:
                 yield writer.choice(self._chunk(index, delta))

@@ -15,8 +15,22 @@ from gateway.choices import Choices, generation_requests
 from gateway.delta import Delta, TokenLogprob, Whole
 from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
-from gateway.openai_responses import Completion, CompletionChoice, CompletionLogprobs, encode, system_fingerprint
-from gateway.openai_types import MAX_CHOICES, CompletionRequest, check_common, completion_decoder
+from gateway.openai_responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    RunningUsage,
+    encode,
+    system_fingerprint,
+)
+from gateway.openai_types import (
+    MAX_CHOICES,
+    CompletionRequest,
+    check_common,
+    completion_decoder,
+    usage_options,
+    wanted_tokens,
+)
 from gateway.sampling import (
     DEFAULT_MAX_TOKENS,
     check_text_length,
@@ -114,15 +128,16 @@ async def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready
 
 
 def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
-    if body.max_tokens == 0 and not body.echo:
-        raise RequestError("max_tokens must be at least 1 (0 needs echo)", param="max_tokens", code="invalid_value")
+    asked, asked_by = wanted_tokens(body)
+    if asked == 0 and not body.echo:
+        raise RequestError(f"{asked_by} must be at least 1 (0 needs echo)", param=asked_by, code="invalid_value")
     defaults = service.files.sampling_defaults
     max_tokens = resolve_max_tokens(
-        body.max_tokens,
+        asked,
         DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens,
         num_prompt_tokens=num_prompt_tokens,
         max_model_len=ready.max_model_len,
-        asked_by="max_tokens",
+        asked_by=asked_by,
         prompt_is="prompt",
     )
     return sampling_params(
@@ -153,7 +168,8 @@ class _Renderer:
         self._prompts = prompts if body.echo else None
         self._skip_special_tokens = body.skip_special_tokens is not False
         self._logprobs_wanted = body.logprobs is not None
-        self._usage_wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._usage_wanted, continuous = usage_options(body)
+        self._running = RunningUsage([len(prompt.token_ids) for prompt in prompts]) if continuous else None
         self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
         self._logprobs_writers = [
             CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=self._skip_special_tokens)
@@ -186,8 +202,11 @@ class _Renderer:
             if index not in text_writers:
                 text_writers[index] = writer.text(partial(CompletionChoice, index))
                 if echoed := self._echo(index, delta.prompt_logprobs):
-                    yield writer.choice(echoed)
-            if delta.text and delta.finish_reason is None and not self._logprobs_wanted:
+                    yield writer.choice(echoed, self._running and self._running.of(index))
+            if self._running and (delta.text or delta.token_ids or delta.finish_reason):
+                self._running.add(index, len(delta.token_ids), delta.num_cached_tokens)
+                yield writer.choice(self._chunk(index, delta), self._running.of(index))
+            elif delta.text and delta.finish_reason is None and not self._logprobs_wanted:
                 yield text_writers[index](delta.text)
             elif delta.text or delta.token_ids or delta.finish_reason:
                 yield writer.choice(self._chunk(index, delta))

@@ -1,5 +1,6 @@
 """What clients receive, field for field as OpenAI's API has it; `stop_reason` is vLLM's addition."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,24 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class RunningUsage:
+    """What each choice of a stream has used so far, for `continuous_usage_stats`: its own prompt and its own tokens."""
+
+    def __init__(self, nums_prompt_tokens: Sequence[int]) -> None:
+        self._nums_prompt_tokens = nums_prompt_tokens
+        self._nums_tokens = [0] * len(nums_prompt_tokens)
+        self._nums_cached_tokens = [0] * len(nums_prompt_tokens)
+
+    def add(self, index: int, num_tokens: int, num_cached_tokens: int) -> None:
+        self._nums_tokens[index] += num_tokens
+        self._nums_cached_tokens[index] = num_cached_tokens
+
+    def of(self, index: int) -> Usage:
+        num_prompt_tokens, num_tokens = self._nums_prompt_tokens[index], self._nums_tokens[index]
+        details = PromptTokensDetails(self._nums_cached_tokens[index])
+        return Usage(num_prompt_tokens, num_tokens, num_prompt_tokens + num_tokens, details)
 
 
 class TopLogprob(msgspec.Struct):

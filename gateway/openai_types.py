@@ -15,13 +15,14 @@ from gateway.errors import RequestError, unsupported
 
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 4
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096  # of all together: they are prepared before the first token
 MAX_MESSAGES = 1 << 14
 MAX_LISTED_IDS = 1024
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
-StopString = Annotated[str, Meta(max_length=1024)]  # each is prepared before the first token, for each choice
+StopString = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -43,7 +44,7 @@ UnsupportedList = Annotated[Any, OnlyNeutral([])]
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     include_obfuscation: UnsupportedSwitch = None
-    continuous_usage_stats: UnsupportedSwitch = None
+    continuous_usage_stats: bool | None = None  # in effect only with include_usage, as in vLLM
 
 
 class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -52,6 +53,7 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None  # another name of max_tokens
     min_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
@@ -131,7 +133,6 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 class ChatRequest(CommonRequest, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -210,8 +211,36 @@ def check_common(request: CommonRequest) -> None:
         refuse_unsupported(request.stream_options, "stream_options.")
         if not request.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options", code="invalid_value")
-    if "" in stop_strings(request):
+    _check_stop_strings(stop_strings(request))
+    if None not in (request.max_tokens, request.max_completion_tokens) and (
+        request.max_tokens != request.max_completion_tokens
+    ):
+        complaint = "max_tokens and max_completion_tokens mean the same: they must agree"
+        raise RequestError(complaint, param="max_tokens", code="invalid_value")
+
+
+def _check_stop_strings(stops: tuple[str, ...]) -> None:
+    if "" in stops:
         raise RequestError("stop cannot hold an empty string", param="stop", code="invalid_value")
+    num_characters = sum(map(len, stops))
+    if num_characters > MAX_STOP_CHARACTERS:
+        complaint = f"stop has {num_characters} characters in all: it may have {MAX_STOP_CHARACTERS}"
+        raise RequestError(complaint, param="stop", code="invalid_value")
+
+
+def wanted_tokens(request: CommonRequest) -> tuple[int | None, str]:
+    """Return how many tokens the request wants at most, and the name of the field that says so."""
+    if request.max_completion_tokens is not None:
+        return request.max_completion_tokens, "max_completion_tokens"
+    return request.max_tokens, "max_tokens"
+
+
+def usage_options(request: CommonRequest) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether each of its chunks has the usage so far."""
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
 
 
 def stop_strings(request: CommonRequest) -> tuple[str, ...]:

@@ -74,16 +74,14 @@ def resolve_max_tokens(
     room = max_model_len - num_prompt_tokens
     if room < (0 if asked == 0 else 1):
         raise context_length_exceeded(
-            f"the prompt has {num_prompt_tokens} tokens, which leaves no room to generate:"
-            f" the model's context window is {max_model_len} tokens",
-            prompt_is,
+            max_model_len, f"the prompt has {num_prompt_tokens} tokens, which leaves no room to generate", prompt_is
         )
     if asked is None:
         return room if default is None else min(default, room)
     if asked > room:
         raise context_length_exceeded(
-            f"the prompt has {num_prompt_tokens} tokens and {asked_by} is {asked}:"
-            f" together that is more than the model's context window of {max_model_len} tokens",
+            max_model_len,
+            f"the prompt has {num_prompt_tokens} tokens and {asked_by} is {asked}: ask for at most {room}",
             asked_by,
         )
     return asked
@@ -93,13 +91,13 @@ def check_text_length(num_characters: int, max_model_len: int, prompt_is: str) -
     """Raise RequestError for text that can only be too long, so that nobody has to tokenize it."""
     if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
         raise context_length_exceeded(
-            f"the prompt has {num_characters} characters, more than fit in the model's context window"
-            f" of {max_model_len} tokens",
-            prompt_is,
+            max_model_len, f"the prompt has {num_characters} characters, more than that many tokens can have", prompt_is
         )
 
 
-def context_length_exceeded(message: str, param: str) -> RequestError:
+def context_length_exceeded(max_model_len: int, reason: str, param: str) -> RequestError:
+    """Return the error for what does not fit the context: it begins with the words by which clients recognise it."""
+    message = f"the prompt is too long: this model's maximum context length is {max_model_len} tokens, {reason}"
     return RequestError(message, param=param, code="context_length_exceeded")
 
 

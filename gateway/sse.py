@@ -25,9 +25,10 @@ class ChunkWriter:
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
-    def choice(self, choice: Any) -> bytes:
-        """Return the event for a chunk with one choice."""
-        return self._head + self._encode(choice) + self._tail
+    def choice(self, choice: Any, usage: Any = None) -> bytes:
+        """Return the event for a chunk with one choice, and with what it has used so far if that is given."""
+        tail = self._tail if usage is None else b'],"usage":' + self._encode(usage) + b"}\n\n"
+        return self._head + self._encode(choice) + tail
 
     def text(self, choice_of: Callable[[str], Any]) -> Callable[[str], bytes]:
         """Return a function that does the same for `choice_of(text)`, where nothing but the text ever changes."""

@@ -28,7 +28,7 @@ NOT_SAMPLING = frozenset(
     {
         "model", "prompt", "prompt_embeds", "suffix", "echo", "add_special_tokens", "stream", "stream_options", "user",
         "metadata", "store", "service_tier", "cache_salt", "priority", "request_id", "return_token_ids",
-        "return_tokens_as_token_ids", "kv_transfer_params", "vllm_xargs", "response_format",
+        "return_tokens_as_token_ids", "kv_transfer_params", "vllm_xargs", "response_format", "max_completion_tokens",
     }
 )  # fmt: skip
 HINTS = typing.get_type_hints(SamplingRequest, include_extras=True)

@@ -77,6 +77,22 @@ async def test_usage_comes_last_and_only_when_asked_for(served: Served, options:
     assert all(len(chunk["choices"]) == 1 for chunk in chunks)
 
 
+async def test_each_chunk_has_the_usage_so_far_when_asked_for(served: Served) -> None:
+    served.scheduler.reply = saying("yes", end=False)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    for logprobs in (False, True):
+        body = chat(n=2, max_tokens=3, seed=1, logprobs=logprobs, stream_options=options)
+        *chunks, last = await served.stream("/v1/chat/completions", body)
+        for index in range(2):
+            usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 3]
+            assert {usage["prompt_tokens"] for usage in usages} == {NUM_PROMPT_TOKENS}
+            assert usages[-1]["total_tokens"] == NUM_PROMPT_TOKENS + 3
+        assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 6)
+    alone = await served.stream("/v1/chat/completions", chat(stream_options={"continuous_usage_stats": True}))
+    assert all("usage" not in chunk for chunk in alone)
+
+
 SAME_STREAMED_AND_NOT = {
     "text": ({}, saying("plain")),
     "any Unicode": ({"max_tokens": 200}, saying(HARD_TEXT)),

@@ -104,6 +104,50 @@ def joined_logprobs(parts: list[Any]) -> Any:
     return {name: list(chain(*(part[name] for part in lists))) for name in lists[0]} if lists else None
 
 
+async def test_each_chunk_has_the_usage_so_far_when_asked_for(served: Served) -> None:
+    served.scheduler.reply = saying("yes")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = completion(["ab", "cde"], max_tokens=2, echo=True, stream_options=options)
+    *chunks, last = await served.stream("/v1/completions", body)
+    for index, num_prompt_tokens in enumerate((2, 3)):
+        usages = [chunk["usage"] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2]
+        assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {num_prompt_tokens}
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (5, 4)
+
+
+async def test_the_body_of_guidellm_is_taken_on_both_routes(served: Served) -> None:
+    """What guidellm's OpenAI backend sends with a number of output tokens."""
+    fields = {
+        "model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "max_tokens": 5, "max_completion_tokens": 5, "stop": None, "ignore_eos": True,
+    }  # fmt: skip
+    for path, asked in (
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}),
+    ):
+        chunks = await served.stream(f"/v1/{path}", fields | asked)
+        assert chunks[-1]["usage"]["completion_tokens"] == 5
+        assert chunks[-2]["usage"]["completion_tokens"] == 5
+
+
+async def test_max_completion_tokens_is_max_tokens(served: Served) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "max_completion_tokens": 1, "stop": None, "ignore_eos": True}
+    assert (await served.post("/v1/completions", body)).json()["usage"]["completion_tokens"] == 1
+    answer = await served.complete("a", max_tokens=None, max_completion_tokens=3)
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+async def test_the_until_of_evaluations_may_have_64_strings(served: Served) -> None:
+    """lm-eval sends `until` of its task and the text of the end; tasks on code have more than four."""
+    served.scheduler.reply = saying("    return 1\nprint(f(2))")
+    until = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|endoftext|>"]
+    for stop in (until, [f"never {index}" for index in range(58)] + until):
+        answer = await served.complete(max_tokens=50, temperature=0, seed=1234, stop=stop)
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("    return 1", "\nprint")
+
+
 async def test_logprobs_are_parallel_lists(served: Served) -> None:
     served.scheduler.reply = saying("aé!")
     logprobs = (await served.complete(max_tokens=4, logprobs=1))["choices"][0]["logprobs"]

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from protocol.messages import Rejected, Submit
@@ -53,7 +54,8 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(logit_bias={"5": 1, "05": -1}), "logit_bias"),
     (CHAT, chat(logit_bias={"5": 101}), "logit_bias[...]"),
     (CHAT, chat(logit_bias={"5": "x"}), "logit_bias[...]"),
-    (CHAT, chat(stop=["a", "b", "c", "d", "e"]), "stop"),
+    (CHAT, chat(stop=["a"] * 65), "stop"),
+    (CHAT, chat(stop=["a" * 1024] * 4 + ["a"]), "stop"),
     (CHAT, chat(stop=""), "stop"),
     (CHAT, chat(stop=["a", ""]), "stop"),
     (CHAT, chat(stop=5), "stop"),
@@ -71,7 +73,7 @@ BAD: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(stream="yes"), "stream"),
     (CHAT, chat(stream=False, stream_options={"include_usage": True}), "stream_options"),
     (CHAT, chat(stream=True, stream_options={"include_usages": True}), "stream_options.include_usages"),
-    (CHAT, chat(stream=True, stream_options={"continuous_usage_stats": True}), "stream_options.continuous_usage_stats"),
+    (CHAT, chat(stream=True, stream_options={"continuous_usage_stats": 1}), "stream_options.continuous_usage_stats"),
     (CHAT, chat(cache_salt=""), "cache_salt"),
     (CHAT, chat(temprature=1), "temprature"),
     (CHAT, chat(model=5), "model"),
@@ -130,6 +132,9 @@ BAD: list[tuple[str, Any, str | None]] = [
     (COMPLETIONS, completion(prompt="x" * 512), "prompt"),
     (COMPLETIONS, completion(prompt="x" * 1_000_000), "prompt"),
     (COMPLETIONS, completion(max_tokens=0), "max_tokens"),
+    (COMPLETIONS, completion(max_tokens=None, max_completion_tokens=0), "max_completion_tokens"),
+    (COMPLETIONS, completion(max_tokens=None, max_completion_tokens=512), "max_completion_tokens"),
+    (COMPLETIONS, completion(max_tokens=4, max_completion_tokens=5), "max_tokens"),
     (COMPLETIONS, completion(logprobs=21), "logprobs"),
     (COMPLETIONS, completion(logprobs=True), "logprobs"),
     (COMPLETIONS, completion(best_of=2), "best_of"),
@@ -239,8 +244,34 @@ async def test_a_prompt_beyond_the_window_is_told_apart(served: Served) -> None:
             error = response.json()["error"]
             assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
             assert f"{num_characters} tokens" in error["message"]
-            assert "512 tokens" in error["message"]
     assert (await served.complete("x" * 511, max_tokens=None))["usage"]["completion_tokens"] == 1
+
+
+# What makes a ContextWindowExceededError of litellm (is_error_str_context_window_exceeded, which reads lower case) and
+# an OpenAIContextOverflowError of langchain-openai (_handle_openai_bad_request).
+LITELLM_OVERFLOW, LANGCHAIN_OVERFLOW = "this model's maximum context length is", "prompt is too long"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, completion("x" * 513)),
+        (COMPLETIONS, completion("x" * 1_000_000)),
+        (COMPLETIONS, completion([5] * 513)),
+        (COMPLETIONS, completion("x" * 500, max_tokens=20)),
+        (CHAT, chat("x" * 600)),
+        (CHAT, chat("x" * 1_000_000)),
+        (CHAT, chat(max_tokens=513)),
+    ],
+)
+async def test_clients_recognise_what_is_beyond_the_context(served: Served, path: str, body: dict[str, Any]) -> None:
+    response = await served.post(path, body)
+    message = response.json()["error"]["message"]
+    assert message.startswith("the prompt is too long: this model's maximum context length is 512 tokens, ")
+    assert LITELLM_OVERFLOW in message.lower()
+    with pytest.raises(openai.BadRequestError) as caught:
+        await served.openai.post(path.removeprefix("/v1"), body=body, cast_to=object)
+    assert LANGCHAIN_OVERFLOW in caught.value.message  # both see it through the SDK
 
 
 async def test_large_and_compressed_bodies(served: Served) -> None:

@@ -20,6 +20,7 @@ def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
         "metadata",
         "store",
         "service_tier",
+        "max_completion_tokens",
     }
     hints = typing.get_type_hints(CommonRequest, include_extras=True)
     honoured = {

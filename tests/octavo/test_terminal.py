@@ -86,7 +86,7 @@ async def test_sampling_flags_and_figures(served: Served, capsys: pytest.Capture
     [
         (("--api-key", "EMPTY"), "the API key is not known. Give one with --api-key or OCTAVO_API_KEY (status 401)"),
         (("--model-name", "other"), "there is no model 'other'; served: tiny/model, alias (status 404)"),
-        (("--max-tokens", "5000"), "more than the model's context window of 512 tokens"),
+        (("--max-tokens", "5000"), "maximum context length is 512 tokens"),
         (("--temperature", "3"), "temperature cannot be '3': it is a number of at least 0 and at most 2"),
         (("--max-num-seqs", "3"), "--max-num-seqs is for a server of this command's own: name a MODEL"),
         (("--model", "x"), "--url is for a running server, and MODEL starts one for this command alone: give one"),
