@@ -131,26 +131,26 @@ def _draws(sequences: Sequence[SequenceState]) -> Draws[np.ndarray] | None:
 
 
 def _bias(sequences: Sequence[SequenceState]) -> Bias[np.ndarray] | None:
-    # Of a token that is named twice the last bias holds: entries are written in no order.
-    biased = ((row, dict(seq.sampling.logit_bias)) for row, seq in enumerate(sequences) if seq.sampling.logit_bias)
-    entries = [(row, *item) for row, bias in biased for item in bias.items()]
-    if not entries:
+    biased = [(row, *seq.bias) for row, seq in enumerate(sequences) if seq.bias is not None]
+    if not biased:
         return None
-    rows, ids, added = zip(*entries, strict=True)
-    return Bias(_int64(rows), _int64(ids), np.array(added, np.float32))
+    rows, ids, added = zip(*biased, strict=True)
+    return Bias(_spread(rows, ids), np.concatenate(ids), np.concatenate(added))
 
 
 def _mask(sequences: Sequence[SequenceState], vocab_size: int) -> Mask[np.ndarray] | None:
-    rows: list[int] = []
-    ids: list[int] = []
+    rows, stops = [], []
     for row, seq in enumerate(sequences):
-        sampling = seq.sampling
-        if seq.num_output_tokens < sampling.min_tokens:
+        if seq.stop_ids is not None and seq.num_output_tokens < seq.sampling.min_tokens:
             # A model's end-of-text id may lie beyond its vocabulary; it cannot be sampled then.
-            stops = {i for i in (*sampling.eos_token_ids, *sampling.stop_token_ids) if i < vocab_size}
-            rows += [row] * len(stops)
-            ids += sorted(stops)
-    return Mask(_int64(rows), _int64(ids)) if rows else None
+            rows.append(row)
+            stops.append(seq.stop_ids[: seq.stop_ids.searchsorted(vocab_size)])
+    return Mask(_spread(rows, stops), np.concatenate(stops)) if any(map(len, stops)) else None
+
+
+def _spread(rows: Sequence[int], entries: Sequence[np.ndarray]) -> np.ndarray:
+    """Return each row as often as it has entries."""
+    return np.repeat(_int64(rows), [len(ids) for ids in entries])
 
 
 def _penalties(sequences: Sequence[SequenceState]) -> Penalties[np.ndarray] | None:

@@ -8,31 +8,48 @@ import numpy as np
 from protocol.messages import SequenceInit, SequenceStep, unpack_ids
 from protocol.sampling import SamplingParams
 
+SPARE_SLOTS = 64  # of new counts, for tokens to come
 PENDING = 0  # in the place of a token that only the device knows: an id that every vocabulary has
 
 
 class TokenCounts:
     """The distinct tokens that penalties apply to, and how often each stands in the output.
 
-    Sparse: a step costs what the sequence has used of the vocabulary, not the vocabulary.
+    Sparse: a step costs what the sequence has used of the vocabulary, not the vocabulary. The arrays have room to grow,
+    so that a new token costs the same however many there are.
     """
 
-    def __init__(self) -> None:
-        self._slots: dict[int, int] = {}
-        self._ids = array("i")
-        self._counts = array("i")
+    def __init__(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
+        """Count the output; a prompt's tokens are only known."""
+        output_ids, output_counts = np.unique(output_ids, return_counts=True)
+        self._first_ids = np.union1d(prompt_ids, output_ids).astype(np.int64)  # ascending, in the slots 0, 1, ...
+        self._later_slots: dict[int, int] = {}
+        self._size = len(self._first_ids)
+        self._ids = np.zeros(self._size + SPARE_SLOTS, np.int64)
+        self._counts = np.zeros(self._size + SPARE_SLOTS, np.float32)
+        self._ids[: self._size] = self._first_ids
+        self._counts[self._first_ids.searchsorted(output_ids)] = output_counts
 
-    def add(self, token_id: int, count: int = 1) -> None:
-        """Count `token_id` `count` times more; 0 only makes it known (a prompt's token)."""
-        slot = self._slots.setdefault(token_id, len(self._ids))
-        if slot == len(self._ids):
-            self._ids.append(token_id)
-            self._counts.append(0)
-        self._counts[slot] += count
+    def add(self, token_id: int) -> None:
+        """Count a token of the output."""
+        slot = int(self._first_ids.searchsorted(token_id))
+        if slot == len(self._first_ids) or self._first_ids[slot] != token_id:
+            slot = self._later_slots.setdefault(token_id, self._size)
+        if slot == self._size:
+            self._append(token_id)
+        self._counts[slot] += 1
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens, int64, and their counts, float32."""
-        return np.array(self._ids, dtype=np.int64), np.array(self._counts, dtype=np.float32)
+        """Return the tokens, int64, and their counts, float32: to be read before the next is added."""
+        return self._ids[: self._size], self._counts[: self._size]
+
+    def _append(self, token_id: int) -> None:
+        if self._size == len(self._ids):
+            spare = np.zeros(len(self._ids), np.int64)
+            self._ids = np.concatenate([self._ids, spare])
+            self._counts = np.concatenate([self._counts, spare.astype(np.float32)])
+        self._ids[self._size] = token_id
+        self._size += 1
 
 
 @dataclass(slots=True)
@@ -45,6 +62,8 @@ class SequenceState:
     first_token_index: int  # of `token_ids`: what was in the cache before has no share
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
+    bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int64, distinct) and what is added (float32)
+    stop_ids: np.ndarray | None  # int64, ascending: what min_tokens forbids; None: nothing
     prompt_token_ids: "array[int]"  # empty unless log probabilities of the prompt are wanted
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_pending_tokens: int = 0  # sampled, and known to the device alone
@@ -65,6 +84,8 @@ class SequenceState:
             first_token_index=num_computed_tokens,
             num_computed_tokens=num_computed_tokens,
             counts=_count(init) if init.sampling.has_penalties else None,
+            bias=_bias(init.sampling) if init.sampling.logit_bias else None,
+            stop_ids=_stop_ids(init.sampling) if init.sampling.min_tokens else None,
             prompt_token_ids=unpack_ids(init.prompt_token_ids),
         )
 
@@ -124,9 +145,18 @@ class SequenceState:
 
 
 def _count(init: SequenceInit) -> TokenCounts:
-    counts = TokenCounts()
-    for token_id in unpack_ids(init.distinct_prompt_token_ids):
-        counts.add(token_id, 0)
-    for token_id in unpack_ids(init.output_token_ids):
-        counts.add(token_id)
-    return counts
+    return TokenCounts(_int32(init.distinct_prompt_token_ids), _int32(init.output_token_ids))
+
+
+def _int32(packed: bytes) -> np.ndarray:
+    return np.frombuffer(packed, np.int32)
+
+
+def _bias(sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    # Of a token that is named twice the last bias holds: entries are written in no order.
+    added = dict(sampling.logit_bias)
+    return np.array(list(added), np.int64), np.array(list(added.values()), np.float32)
+
+
+def _stop_ids(sampling: SamplingParams) -> np.ndarray:
+    return np.array(sorted({*sampling.eos_token_ids, *sampling.stop_token_ids}), np.int64)

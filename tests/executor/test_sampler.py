@@ -1,5 +1,7 @@
 import itertools
 import math
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -353,3 +355,49 @@ def test_top_k_by_keys_orders_signed_zeros_infinities_and_more_than_there_are():
     scores_RV = torch.tensor([[0.0, -0.0, -math.inf, 5.0, -1e-40, 0.0, -2.0, 1e-40]])
     _, ids = sampler.top_k(scores_RV, 100, is_lazy=True)
     assert ids.tolist() == [[3, 7, 0, 1, 5, 4, 6, 2]]
+
+
+def opcodes_of(run):
+    """Return how many instructions of Python `run` takes, whatever the machine's load."""
+    num_opcodes = 0
+
+    def count(frame, event, _):
+        nonlocal num_opcodes
+        frame.f_trace_opcodes = True
+        num_opcodes += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return num_opcodes
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        lambda size: {"logit_bias": tuple((token_id, 1.5) for token_id in range(size))},
+        lambda size: {"min_tokens": 50, "stop_token_ids": tuple(range(size))},
+        lambda size: {"repetition_penalty": 1.1, "prompt": tuple(range(size))},
+    ],
+    ids=["logit_bias", "min_tokens", "repetition_penalty"],
+)
+def test_a_step_does_no_work_of_python_for_each_of_a_sequences_biases_stop_tokens_and_counts(sampling):
+    few, many = ([sequence(**sampling(size)) for _ in range(128)] for size in (2, 1_024))
+    assert opcodes_of(lambda: make_columns(many, 5_000)) == opcodes_of(lambda: make_columns(few, 5_000))
+
+
+def test_counts_are_those_of_the_output_however_many_tokens_come():
+    prompt, output = list(range(0, 300, 3)), [7, 3, 7, 299, 12]
+    seq = sequence(prompt, output, repetition_penalty=1.1)
+    later = [token_id % 997 for token_id in range(0, 4_000, 7)] + [3, 7, 996]
+    for token_id in later:
+        seq.sampled(0)
+        seq.append(token_id)
+    token_ids, counts = seq.counts.arrays()
+    expected = dict.fromkeys(prompt, 0) | Counter(output + later)
+    assert len(token_ids) == len(expected)
+    assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == expected
