@@ -25,6 +25,7 @@ from protocol.handshakes import HandshakeWatch
 from protocol.lifeline import Heart
 from protocol.link_keys import ClientKeys
 from protocol.messages import (
+    Displaced,
     ExecutorReady,
     NeedInit,
     Progress,
@@ -137,6 +138,7 @@ class Server:
         self._handshakes = handshakes
         self._scheduler_incarnation = ""
         self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
+        self._displaced_by: str | None = None  # of the executor that has this one's place, what it is
         self._next_step_id = 1  # to be launched
         self._flight: Flight | None = None
         self._results: OrderedDict[int, bytes] = OrderedDict()
@@ -190,6 +192,13 @@ class Server:
         match message:
             case Welcome():
                 self._on_welcome(message)
+            case Displaced(by=by) if by != self._displaced_by:
+                self._displaced_by = by
+                logger.warning(
+                    "another executor (%s) took the place of this one, which gets nothing to do and keeps its memory."
+                    " A scheduler has one executor: end either, or give it a scheduler of its own",
+                    by,
+                )
             case Step() if message.scheduler_incarnation == self._scheduler_incarnation:
                 self._on_step(message)
 

@@ -1,6 +1,8 @@
 """From a Config to an executor that is ready for its first step, each phase logged with the time it took."""
 
 import logging
+import os
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -112,6 +114,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
         vocab_size=choices.model_config.vocab_size,
         model_fingerprint=fingerprint,
         device_bytes=_device_bytes(weight_bytes, runner),
+        process=f"process {os.getpid()} on {socket.gethostname()}",
     )
     return Executor(runner, description, progress)
 

@@ -37,9 +37,20 @@ Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, Service]]
 async def health(request: Request) -> Response:
     """200 only while a request could make progress."""
     service: Service = request.state.service
+    warning = idle_executors(service.engine.num_idle_executors)
     if service.engine.healthy:
-        return Response(b'{"status":"ok"}', media_type="application/json")
-    return error_response(unavailable("no scheduler makes progress, or its model is still loading"))
+        answer = {"status": "ok", "warning": warning} if warning else {"status": "ok"}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+    reason = "no scheduler makes progress, or its model is still loading"
+    return error_response(unavailable(f"{reason}; {warning}" if warning else reason))
+
+
+def idle_executors(num: int) -> str:
+    """Return what is to be said of executors that hold memory for nothing; nothing if there are none."""
+    if not num:
+        return ""
+    whose = "1 executor holds" if num == 1 else f"{num} executors hold"
+    return f"{whose} memory for nothing: another one has the place at the scheduler, which has one executor"
 
 
 async def live(request: Request) -> Response:

@@ -184,6 +184,11 @@ class Engine:
         return max(self._clients, key=_preference).ready
 
     @property
+    def num_idle_executors(self) -> int:
+        """How many executors hold memory for nothing, since another one has their place at their scheduler."""
+        return sum(client.ready.num_idle_executors for client in self._clients if client.ready)
+
+    @property
     def healthy(self) -> bool:
         """Whether some scheduler answers and can make progress."""
         return any(client.healthy for client in self._clients)

@@ -186,6 +186,7 @@ class Ready(Message, frozen=True):
     num_blocks: int
     max_num_seqs: int
     can_progress: bool = True
+    num_idle_executors: int = 0  # whose place another one took, and that are there nevertheless
 
 
 class Admitted(Message, frozen=True):
@@ -300,6 +301,7 @@ class ExecutorReady(Message, frozen=True):
     model_fingerprint: str
     scheduler_incarnation: str = ""  # of the last Welcome
     device_bytes: dict[str, int] = {}  # of rank 0: weights, kv_cache, total (of the device)
+    process: str = ""  # which one it is, for people: its machine and number
 
 
 class SequenceResult(Record, frozen=True):
@@ -355,6 +357,14 @@ decode_from_executor: Callable[[bytes], FromExecutor] = _decoder(FromExecutor)
 
 
 # Scheduler to executor
+
+
+class Displaced(Message, frozen=True):
+    """Answers ExecutorReady of a life whose place another one took: it will be given nothing as long as it lives."""
+
+    scheduler_incarnation: str
+    executor_incarnation: str
+    by: str  # the other one's `process`
 
 
 class Welcome(Message, frozen=True):
@@ -419,7 +429,7 @@ class Step(Message, frozen=True):
     copies: list[BlockCopy] = []
 
 
-ToExecutor = Welcome | Step
+ToExecutor = Welcome | Displaced | Step
 decode_to_executor: Callable[[bytes], ToExecutor] = _decoder(ToExecutor)
 
 encode = msgspec.msgpack.Encoder().encode

@@ -13,6 +13,8 @@ from scheduler.stats import StepSize
 
 LONGEST_LOOK_S = 2.0  # what one call of `watch` adds to a stall, at most
 
+SURELY_THERE_S = 1.0  # between two messages of a life: what is late comes all at once
+
 
 class Arrival(Enum):
     """What an ExecutorReady means."""
@@ -49,6 +51,7 @@ class ExecutorLink:
         self.identity = b""  # its address
         self.num_lives = 0
         self._retired: set[str] = set()
+        self._heard_after_all: dict[str, tuple[float, float]] = {}  # retired lives: when first and last
         self._window: dict[int, SentStep] = {}  # in order of step_id
         self._last_heard_s = 0.0
         self._is_reachable = False
@@ -83,6 +86,8 @@ class ExecutorLink:
     def arrive(self, identity: bytes, ready: ExecutorReady, now_s: float) -> Arrival:
         """Take note of an executor that says it is there; a life not seen before ends the one before."""
         if ready.executor_incarnation in self._retired:
+            first_s, _ = self._heard_after_all.get(ready.executor_incarnation, (now_s, now_s))
+            self._heard_after_all[ready.executor_incarnation] = first_s, now_s
             return Arrival.STALE
         is_new = ready.executor_incarnation != self.incarnation
         if is_new:
@@ -94,6 +99,15 @@ class ExecutorLink:
         self.description, self.identity = ready, identity
         self._hear(now_s)
         return Arrival.JOINED if is_new else Arrival.PRESENT
+
+    def is_idle(self, incarnation: str, now_s: float) -> bool:
+        """Return whether an executor is there although its life was replaced: not if its messages are only late."""
+        first_s, last_s = self._heard_after_all.get(incarnation, (now_s, now_s))
+        return last_s - first_s >= SURELY_THERE_S and now_s - last_s <= self.peer_timeout_s
+
+    def num_idle(self, now_s: float) -> int:
+        """Return how many executors hold memory and are given nothing."""
+        return sum(self.is_idle(incarnation, now_s) for incarnation in self._heard_after_all)
 
     def retire(self) -> None:
         """End the executor's life: what it did not answer will not be answered."""

@@ -18,6 +18,7 @@ from protocol.lifeline import Heart
 from protocol.link_keys import server_keys
 from protocol.measures import RecentMaximum
 from protocol.messages import (
+    Displaced,
     ExecutorReady,
     FromExecutor,
     NeedInit,
@@ -106,6 +107,7 @@ class Server:
         self.num_blocks = 0  # of its KV pool
         self._may_plan = False  # something has happened since there was nothing to plan
         self._is_draining = False  # from NeedInit until no step is in flight
+        self._displaced_executors: set[str] = set()  # that the operator was told of
         self._num_checked_steps = 0  # steps after which the accounts were last found to agree
         self._is_lost = False  # an executor was there, and is not now
         self._stuck_s = 0.0  # for how long nothing was planned although there is work, and an executor for it
@@ -204,16 +206,34 @@ class Server:
                 self._send_to_executor(self._welcome())
             case Arrival.PRESENT:
                 frames = [self._welcome(), *self.link.unanswered()]
+            case Arrival.STALE if self.link.is_idle(ready.executor_incarnation, now_s):
+                frames = [encode(self._displaced(ready))]
         for frame in frames:
             try_send(self.backend, [identity, frame])
         self._may_plan = True
+
+    def _displaced(self, idle: ExecutorReady) -> Displaced:
+        """Return what an executor is told that another one replaced, having told the operator once."""
+        by = self.described.process if self.described is not None else ""
+        if idle.executor_incarnation not in self._displaced_executors:
+            self._displaced_executors.add(idle.executor_incarnation)
+            logger.warning(
+                "executor %s (%s) holds memory and gets nothing to do: executor %s (%s) took its place."
+                " A scheduler has one executor: end either, or give it a scheduler of its own",
+                idle.executor_incarnation,
+                idle.process,
+                self.link.incarnation,
+                by,
+            )
+        return Displaced(self.incarnation, idle.executor_incarnation, by)
 
     def _on_executor_joined(self, described: ExecutorReady) -> None:
         """Take up work with an executor that has no KV and no state."""
         self.num_blocks, self._used_bytes = described.num_blocks, 0
         logger.info(
-            "executor %s: %d blocks of %d tokens, up to %d tokens a sequence",
+            "executor %s (%s): %d blocks of %d tokens, up to %d tokens a sequence",
             self.link.incarnation,
+            described.process,
             self.num_blocks,
             described.block_size,
             described.max_model_len,
@@ -260,6 +280,7 @@ class Server:
             self.num_blocks,
             self.config.max_num_seqs,
             self.link.can_progress(self.clock()),
+            self.link.num_idle(self.clock()),
         )
 
     def _on_result(self, result: StepResult, scheduler: Scheduler, now_s: float) -> None:

@@ -4,7 +4,7 @@ import zmq
 from executor.group import Relay
 from executor.parallel import ALONE
 from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
-from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
+from protocol.messages import Displaced, ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.lazy_device import LazyDevice
@@ -124,6 +124,15 @@ def test_it_says_that_it_is_there_until_it_is_welcomed_and_while_it_is_idle(link
     assert link.ready().scheduler_incarnation == SCHEDULER
     link.exchange(*decode_steps(1, 3))
     assert link.ready().scheduler_incarnation == SCHEDULER
+
+
+def test_one_whose_place_another_took_says_so_once(link, caplog):
+    link.welcome()
+    for _ in range(3):
+        link.exchange(Displaced(SCHEDULER, EXECUTOR, "process 7 on elsewhere"))
+    assert caplog.text.count("another executor (process 7 on elsewhere) took the place of this one") == 1
+    link.exchange(Displaced(SCHEDULER, EXECUTOR, "process 8 on elsewhere"))
+    assert caplog.text.count("process 8 on elsewhere") == 1
 
 
 def test_steps_are_done_in_the_order_of_their_numbers(link):

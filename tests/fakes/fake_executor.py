@@ -9,6 +9,7 @@ import zmq
 
 from protocol.link_keys import ClientKeys
 from protocol.messages import (
+    Displaced,
     ExecutorReady,
     NeedInit,
     Progress,
@@ -119,6 +120,7 @@ class FakeExecutor(PeerThread):
         self.num_repeated = 0  # steps that came again and were answered from the last results
         self.num_ignored = 0  # messages of a wrong incarnation or number
         self.num_need_inits = 0
+        self.displaced_by = ""  # the process that has its place
         self._next_step_id = 0  # 0: not welcomed
         self._free_since_s = time.monotonic()
         self._retired_schedulers: set[str] = set()
@@ -174,6 +176,7 @@ class FakeExecutor(PeerThread):
             self.fingerprint,
             self.scheduler_incarnation,
             DEVICE_BYTES,
+            f"process {self.incarnation}",
         )
 
     def _answer(self, message: ToExecutor, progress_socket: "zmq.Socket[bytes]") -> list[object]:
@@ -182,6 +185,9 @@ class FakeExecutor(PeerThread):
             return []
         if isinstance(message, Welcome):
             self._on_welcome(message)
+            return []
+        if isinstance(message, Displaced):
+            self.displaced_by = message.by
             return []
         if message.scheduler_incarnation != self.scheduler_incarnation:
             self.num_ignored += 1

@@ -122,6 +122,7 @@ class FakeScheduler:
         self.max_model_len, self.vocab_size = max_model_len, vocab_size
         self.incarnation, self.model_fingerprint = new_identity(), "fingerprint"
         self.can_progress, self.frozen, self.paused = True, False, False
+        self.num_idle_executors = 0
         self.num_cached_tokens = 0
         self.stats: Stats | None = None
         self.rejection: Callable[[Submit], Rejected | None] = lambda submit: None
@@ -307,6 +308,7 @@ class FakeScheduler:
             num_blocks=1024,
             max_num_seqs=128,
             can_progress=self.can_progress,
+            num_idle_executors=self.num_idle_executors,
         )
 
     def _send(self, identity: bytes, message: ToGateway) -> None:

@@ -152,6 +152,24 @@ async def test_a_failure_in_the_middle_is_one_error_event(tiny_model: Path, sche
     assert response.json()["error"]["message"] == error["message"]
 
 
+async def test_health_tells_of_executors_that_hold_memory_for_nothing(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    async with serving(tiny_model, scheduler) as served:
+        assert (await served.http.get("/health")).json() == {"status": "ok"}
+        scheduler.num_idle_executors = 1
+        async with asyncio.timeout(10):
+            while "warning" not in (health := await served.http.get("/health")).json():
+                await asyncio.sleep(0.01)
+        assert health.status_code == 200
+        assert "1 executor holds memory for nothing" in health.json()["warning"]
+        scheduler.can_progress, scheduler.num_idle_executors = False, 2
+        async with asyncio.timeout(10):
+            while (health := await served.http.get("/health")).status_code == 200:
+                await asyncio.sleep(0.01)
+        assert "2 executors hold memory for nothing" in health.json()["error"]["message"]
+
+
 async def test_no_work_is_taken_while_none_can_progress(tiny_model: Path, scheduler: FakeScheduler) -> None:
     async with serving(tiny_model, scheduler) as served:
         assert (await served.http.get("/health")).status_code == 200

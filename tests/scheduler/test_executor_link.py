@@ -203,3 +203,15 @@ def test_steps_that_are_given_up_are_in_flight_no_more(link):
     assert link.unanswered() == []
     assert not link.is_current(result(1))
     assert link.welcome(3) == Welcome("s1", "e1", 3)
+
+
+def test_a_life_that_was_replaced_is_idle_while_it_is_heard_of_and_not_if_its_messages_were_only_late(link):
+    link.arrive(b"two", ready("e2", welcomed_by="s1"), 1.0)
+    for _ in range(5):  # what was delayed comes all at once
+        assert link.arrive(b"one", ready(), 2.0) is Arrival.STALE
+    assert link.num_idle(2.0) == 0
+    assert link.arrive(b"one", ready(), 3.0) is Arrival.STALE
+    assert link.is_idle("e1", 3.0)
+    assert link.num_idle(3.0) == 1
+    assert link.num_idle(13.5) == 0  # it has ended meanwhile
+    assert not link.is_idle("e2", 3.0)

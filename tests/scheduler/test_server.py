@@ -412,6 +412,39 @@ def test_streams_outlive_an_executor(directory, how):
         assert server.server.link.num_lives == 2
 
 
+def test_an_executor_whose_place_another_took_is_told_and_both_logs_and_gateways_know(directory, caplog):
+    config = toy_config(directory, peer_timeout_s=1.0)
+    with (
+        SchedulerThread(config),
+        FakeGateway(config.frontend_address) as gateway,
+        FakeExecutor(config.backend_address) as first,
+    ):
+        assert gateway.wait_ready().num_idle_executors == 0
+        with FakeExecutor(config.backend_address) as second:
+            wait_until(lambda: first.displaced_by)
+            assert first.displaced_by == f"process {second.incarnation}"
+            wait_until(lambda: gateway.ready.num_idle_executors == 1)
+            assert_served(gateway)
+            assert second.displaced_by == ""
+            first.kill()
+            wait_until(lambda: gateway.ready.num_idle_executors == 0)
+        [said] = [record.getMessage() for record in caplog.records if "gets nothing to do" in record.getMessage()]
+        for executor in (first, second):
+            assert f"executor {executor.incarnation} (process {executor.incarnation})" in said
+
+
+def test_an_executor_that_starts_again_is_no_cause_for_a_warning(directory, caplog):
+    config = toy_config(directory)
+    with SchedulerThread(config), FakeGateway(config.frontend_address) as gateway:
+        for _ in range(3):
+            with FakeExecutor(config.backend_address) as executor:
+                wait_until(lambda executor=executor: executor.scheduler_incarnation)
+                gateway.wait_ready()
+                wait_until(lambda executor=executor: executor.steps or gateway.ready)
+        assert gateway.ready.num_idle_executors == 0
+    assert "gets nothing to do" not in caplog.text
+
+
 def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
     config = toy_config(directory)
     with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
