@@ -115,7 +115,7 @@ def test_a_dry_run_says_what_a_model_takes_and_starts_nothing(
     [
         ([], "`octavo pull` does that (93 MB)"),
         (["--dtype", "bfloat16"], "`octavo pull --dtype bfloat16` does that"),
-        (["tiny.gguf"], "is a file, but not a GGUF file"),
+        (["tiny.gguf"], "tiny.gguf is empty. Download it again."),
     ],
 )
 def test_a_dry_run_fetches_no_weights(
