@@ -32,6 +32,9 @@ FIELDS = (
     "metrics_port",
     "api_key",
     "max_held_body_bytes",
+    "allowed_origins",
+    "root_path",
+    "keep_alive_timeout_s",
     "generation_config",
     "seed",
     "frontend_address",
@@ -44,7 +47,6 @@ FIELDS = (
 BEAT_S = 0.5
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
 METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
-IDLE_CONNECTION_S = 75  # longer than clients and proxies keep one, so that they close it first
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +147,9 @@ def uvicorn_config(app: Starlette, config: Config, *, grace_s: int | None = None
         ws="none",
         lifespan="on",
         log_config=None,
-        access_log=config.log_level == "debug",
+        access_log=False,
         server_header=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_keep_alive=config.keep_alive_timeout_s,
         timeout_graceful_shutdown=config.shutdown_timeout_s if grace_s is None else grace_s,
     )
 

@@ -23,6 +23,9 @@ from gateway.metrics import CountRequests, Metrics, watch_loop
 from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
+from gateway.origins import Origins
+from gateway.request_id import RequestIds
+from gateway.root_path import RootPath
 from gateway.service import Service
 from protocol import __version__
 from protocol.config import Config
@@ -78,6 +81,12 @@ ROUTES = [
     Route("/version", version),
     Route("/metrics", show_metrics),
 ]
+# For clients whose base URL lacks the /v1.
+SHORT_ROUTES = [
+    Route(route.path.removeprefix("/v1"), route.endpoint, methods=route.methods)
+    for route in ROUTES
+    if route.path.startswith("/v1/")
+]
 
 
 def model_names(config: Config) -> tuple[str, ...]:
@@ -101,9 +110,13 @@ def create_app(
     names = model_names(config)
     metrics = metrics or Metrics(names[0])
     app = Starlette(
-        routes=ROUTES,
+        routes=[*ROUTES, *SHORT_ROUTES],
         middleware=[
+            Middleware(RequestIds),
+            Middleware(RootPath, root_path=config.root_path),
             Middleware(CountRequests, metrics=metrics, routes=ROUTES),
+            # A preflight bears no key: it comes before the keys.
+            Middleware(Origins, allowed=config.allowed_origins, has_keys=bool(config.api_key)),
             Middleware(Authentication, keys=config.api_key),
         ],
         exception_handlers=EXCEPTION_HANDLERS,

@@ -1,4 +1,7 @@
-"""Bearer keys: with keys set, every path but a short public list needs one; who sent it becomes the tenant."""
+"""Keys, as bearer token or X-Api-Key: every path but a short public list needs one, if any are set.
+
+The key tells the tenant.
+"""
 
 import hashlib
 import hmac
@@ -38,24 +41,24 @@ class Authentication:
     def _tenant(self, scope: Scope) -> str | None:
         if not self.keys:
             return ""
-        given = _bearer_token(scope)
-        # Every key is compared, so that the time says nothing of which one was close.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
-        if given and any(matches):
-            return self.tenants[matches.index(True)]
+        for given in _given_keys(scope):
+            # Every key is compared, so that the time says nothing of which one was close.
+            matches = [hmac.compare_digest(given, key) for key in self.keys]
+            if any(matches):
+                return self.tenants[matches.index(True)]
         return "" if scope["path"] in PUBLIC_PATHS else None
 
 
-def _bearer_token(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, token = value.partition(b" ")
-            return token.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+def _given_keys(scope: Scope) -> list[bytes]:
+    """Return what was sent for a key: the first of either header, as a proxy may need the one for itself."""
+    first = dict(reversed(scope["headers"]))
+    scheme, _, token = first.get(b"authorization", b"").partition(b" ")
+    given = (token.strip() if scheme.lower() == b"bearer" else b"", first.get(b"x-api-key", b"").strip())
+    return [key for key in given if key]
 
 
 def _refusal(scope: Scope) -> RequestError:
-    given = _bearer_token(scope)
+    given = _given_keys(scope)
     message = "the API key is not known" if given else "an API key is needed: send Authorization: Bearer KEY"
     code = "invalid_api_key" if given else "missing_api_key"
     return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})

@@ -7,6 +7,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from gateway.body_limits import Place
@@ -21,6 +22,8 @@ MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
 # msgspec's words for a value of the right type that is beyond its bounds, too long or malformed.
 OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]=? .*|of length .*|matching .*|that's .*)", re.DOTALL)
 
+JSON_TYPE = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
+
 JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
@@ -29,8 +32,9 @@ AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 async def read_body(request: Request, place: Place) -> bytes:
     """Return the whole body, which holds its bytes in `place`.
 
-    Raises RequestError if it is compressed (415), too large (413), too slow (408), or there is no room for it (429).
+    Raises RequestError if it is compressed or not JSON (415), too large (413), too slow (408), or there is no room for it (429).
     """
+    _check_content_type(request.headers)
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
         raise RequestError(f"content-encoding {encoding} is not supported", status=415, code="unsupported_encoding")
@@ -61,6 +65,19 @@ async def _read_pieces(request: Request, place: Place) -> bytes:
         _check_size(num_bytes)
         place.hold(num_bytes)
         pieces.append(piece)
+
+
+def _check_content_type(headers: Headers) -> None:
+    """Raise RequestError (415) for a type that is not JSON's: a page of any site may send the others unasked.
+
+    Programs may leave it out; a page, which a browser gives an Origin, may not.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if JSON_TYPE.fullmatch(kind) or (not kind and "origin" not in headers):
+        return
+    shown = kind[:MAX_SHOWN_CHARACTERS] or "missing"
+    message = f"the body must be JSON, but the Content-Type is {shown}: send the header Content-Type: application/json"
+    raise RequestError(message, status=415, code="unsupported_content_type")
 
 
 def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:

@@ -12,6 +12,7 @@ STATUS_CLIENT_CLOSED = 499  # nobody reads it; it is for metrics
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "internal_server_error",

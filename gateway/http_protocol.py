@@ -7,6 +7,7 @@ from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RequestError, error_body
+from gateway.request_id import new_request_id
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may bring more
 LAST_REQUEST_S = 1.0  # to a connection without any, once the server is told to stop
@@ -103,7 +104,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         body = error_body(RequestError(msg, code="invalid_http"))
         head = (
             "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            f"content-length: {len(body)}\r\nx-request-id: {new_request_id()}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         self.transport.close()

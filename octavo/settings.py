@@ -20,7 +20,15 @@ LAUNCHER_FIELDS = (
     "shutdown_timeout_s",
 )
 # A program's own engine listens nowhere, unless one of these is a keyword.
-HTTP_FIELDS = ("host", "port", "metrics_port", "api_key")
+HTTP_FIELDS = (
+    "host",
+    "port",
+    "metrics_port",
+    "api_key",
+    "allowed_origins",
+    "root_path",
+    "keep_alive_timeout_s",
+)
 LOG_LEVEL = "warning"  # unless another is asked for: the program's own output comes first
 KEYWORDS = tuple(name for name in FIELDS if name not in LAUNCHER_FIELDS)
 

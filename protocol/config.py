@@ -83,6 +83,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " refused with 429 (their text takes about four times as much)",
         ),
     ] = 256 << 20
+    allowed_origins: Annotated[
+        tuple[NonEmpty, ...],
+        Meta(
+            description="origins such as https://chat.example whose web pages may use the server, * for all; those of"
+            " other sites are refused"
+        ),
+    ] = ()
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[^/?#\s]+)*$",
+            title="a path such as /llm, without a slash at its end",
+            description="path at which a proxy shows the server, which takes it off where the proxy does not",
+        ),
+    ] = ""
+    keep_alive_timeout_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="seconds that a connection without a request stays open: longer than a proxy keeps one, so that"
+            " the proxy closes it first",
+        ),
+    ] = 120
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="type of weights and activations; auto is the checkpoint's where the device multiplies it"),
@@ -346,7 +369,7 @@ def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
     if typing.get_origin(base) is Literal:
         return shown, {"metavar": "|".join(typing.get_args(base))}
     if typing.get_origin(base) is tuple:
-        metavar = {"served_model_name": "NAME", "api_key": "KEY"}.get(name, "ADDRESS")
+        metavar = {"served_model_name": "NAME", "api_key": "KEY", "allowed_origins": "ORIGIN"}.get(name, "ADDRESS")
         return shown, {"action": "extend", "nargs": "+", "metavar": metavar}
     return shown, {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
 
