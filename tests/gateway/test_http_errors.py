@@ -295,14 +295,8 @@ async def test_work_on_prompts_ends_with_the_first_that_is_too_long(served: Serv
     assert "513 tokens" in response.json()["error"]["message"]
 
 
-async def test_any_content_type_is_read(served: Served) -> None:
-    for content_type in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=utf-8"):
-        response = await served.post(CHAT, chat(), **{"content-type": content_type})
-        assert response.status_code == 200
-
-
 async def test_paths_and_methods_that_are_not_there(served: Served) -> None:
-    for path in ("/", "/v1", "/v1/chat/completions/", "/v2/models", "//v1/models"):
+    for path in ("/", "/v1", "/v1/chat/completions/", "/v2/models", "/v1//models"):
         response = await served.http.get(path)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "unknown_url")
     wrong = await served.http.get(CHAT)
