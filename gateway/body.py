@@ -32,7 +32,8 @@ AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 async def read_body(request: Request, place: Place) -> bytes:
     """Return the whole body, which holds its bytes in `place`.
 
-    Raises RequestError if it is compressed or not JSON (415), too large (413), too slow (408), or there is no room for it (429).
+    Raises RequestError if it is compressed or not JSON (415), too large (413), too slow (408), or there is no room for
+    it (429).
     """
     _check_content_type(request.headers)
     encoding = request.headers.get("content-encoding", "identity").lower()
