@@ -44,9 +44,12 @@ class Checkpoint:
         self._handles: dict[str, Any] = {}
         self._lock = Lock()  # a handle is not to be closed while another thread reads
         with ExitStack() as files:
-            for path in checkpoint_files(directory):
+            paths, file_of = checkpoint_files(directory), weight_files(directory).file_of
+            for path in paths:
                 handle = files.enter_context(_open(path))
-                self._handles |= dict.fromkeys(handle.keys(), handle)
+                # a tensor that several files have is meant to be that of the file which the index names
+                meant = [name for name in handle.keys() if file_of.get(name, path.name) == path.name]  # noqa: SIM118
+                self._handles |= dict.fromkeys(meant, handle)
             self._files = files.pop_all()
 
     def __enter__(self) -> "Checkpoint":

@@ -36,7 +36,7 @@ def require_checkpoint(directory: Path, model: str, *, trust_remote_code: bool, 
 
 def _require_weights(directory: Path, model: str) -> None:
     try:
-        names, said_by = weight_files(directory)
+        names, said_by, _ = weight_files(directory)
     except ValueError as error:
         raise ModelError(f"{error}. Download the model again.") from None
     absent = [name for name in names if not (directory / name).is_file()]

@@ -18,6 +18,7 @@ class WeightFiles(NamedTuple):
 
     names: list[str]
     said_by: str
+    file_of: dict[str, str]  # by the name of a tensor; empty without an index
 
 
 class _Index(msgspec.Struct):
@@ -27,30 +28,31 @@ class _Index(msgspec.Struct):
 def weight_files(directory: Path) -> WeightFiles:
     """Return the files that hold a directory's weights, which may be missing; safetensors where both forms are there.
 
-    Raises ValueError as `indexed_files` does.
+    Raises ValueError for an index that is damaged, or names other files.
     """
     for index_file, single_file in ((INDEX_FILE, SINGLE_FILE), (BIN_INDEX_FILE, BIN_FILE)):
         if (directory / index_file).is_file():
-            return WeightFiles(indexed_files(directory / index_file), index_file)
+            file_of = _read_index(directory / index_file)
+            return WeightFiles(sorted(set(file_of.values())), index_file, file_of)
         if (directory / single_file).is_file():
-            return WeightFiles([single_file], single_file)
-    return WeightFiles([SINGLE_FILE], SINGLE_FILE)
+            return WeightFiles([single_file], single_file, {})
+    return WeightFiles([SINGLE_FILE], SINGLE_FILE, {})
 
 
-def indexed_files(index: Path) -> list[str]:
-    """Return the names of the files that an index lists, each once and in order.
+def _read_index(index: Path) -> dict[str, str]:
+    """Return each tensor's file, as an index lists them.
 
     Raises ValueError if it is damaged, or names what is no file of weights of its directory: a checkpoint, which a
     stranger may have written, is not to reach for the rest of the disk.
     """
     try:
         content = read_bounded(index, LARGEST_LIST_BYTES)
-        names = sorted(set(msgspec.json.decode(content, type=_Index).weight_map.values()))
+        file_of = msgspec.json.decode(content, type=_Index).weight_map
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise ValueError(f"{index} is not an index of weights: {error}") from None
-    for name in names:
+    for name in sorted(set(file_of.values())):
         if name != Path(name).name or name == ".." or "\0" in name or len(name.encode()) > LONGEST_NAME:
             raise ValueError(f"{index} names {name[:80]!r}, which is no file of its directory")
         if not name.endswith(SUFFIXES[index.name]):
             raise ValueError(f"{index} names {name[:80]!r}, which is no {SUFFIXES[index.name]} file")
-    return names
+    return file_of

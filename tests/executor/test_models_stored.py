@@ -133,3 +133,13 @@ def test_a_tied_head_of_another_name_is_compared_too(tmp_path: Path) -> None:
         tmp_path / "baichuan", original, "baichuan", tie_word_embeddings=True, vocab_size=TINY["vocab_size"]
     )
     assert torch.equal(logits(directory), expected)
+
+
+def test_a_tensor_in_two_files_is_that_of_the_file_that_the_index_names(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, max_shard_size="100KB")
+    expected = logits(directory)
+    file_of = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    for name in sorted(set(file_of.values()) - {file_of[HEAD]}):
+        tensors = load_file(directory / name)
+        save_file(tensors | {HEAD: torch.zeros(TINY["vocab_size"], TINY["hidden_size"])}, directory / name)
+    assert torch.equal(logits(directory), expected)
