@@ -166,13 +166,12 @@ class _Renderer:
     ) -> None:
         self._tokenizer = service.files.tokenizer
         self._prompts = prompts if body.echo else None
-        self._skip_special_tokens = body.skip_special_tokens is not False
         self._logprobs_wanted = body.logprobs is not None
         self._usage_wanted, continuous = usage_options(body)
         self._running = RunningUsage([len(prompt.token_ids) for prompt in prompts]) if continuous else None
         self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
         self._logprobs_writers = [
-            CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=self._skip_special_tokens)
+            CompletionLogprobsWriter(service.files.tokenizer, skip_special_tokens=body.skip_special_tokens is not False)
             for _ in prompts
         ]
 
@@ -224,12 +223,14 @@ class _Renderer:
             return None
         prompt = self._prompts[index]
         text = prompt.text
-        if text is None:
-            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=self._skip_special_tokens)
-        logprobs = self._logprobs(index, prompt.token_ids, prompt_logprobs or [])
-        return CompletionChoice(index, text, logprobs)
+        if text is None:  # as it would have been written: special tokens are a part of a prompt
+            text = self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        if not self._logprobs_wanted:
+            return CompletionChoice(index, text)
+        writer = self._logprobs_writers[index]
+        return CompletionChoice(index, text, writer.write_prompt(text, prompt.token_ids, prompt_logprobs or []))
 
     def _logprobs(
-        self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprob | None]
+        self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionLogprobs | None:
         return self._logprobs_writers[index].write(token_ids, logprobs) if self._logprobs_wanted else None

@@ -28,20 +28,42 @@ class CompletionLogprobsWriter:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._unseen = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _utf8_decoder()
         self._offset = 0  # in characters of the choice's text
 
+    def write_prompt(
+        self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+    ) -> CompletionLogprobs:
+        """Return the lists of a prompt that is echoed as `text`; a token has characters where the text has its own.
+
+        What the tokenizer put before the text has none, nor has the space that some put before a first word.
+        """
+        lists, decoder = CompletionLogprobs([], [], [], []), _utf8_decoder()
+        for token_id, logprob in zip(token_ids, logprobs, strict=True):
+            self._append(lists, token_id, logprob)
+            piece = decoder.decode(self._tokenizer.token_bytes(token_id))
+            if token_id in self._tokenizer.special_token_ids and not text.startswith(piece, self._offset):
+                continue
+            if piece.startswith(" ") and not text.startswith(" ", self._offset):
+                piece = piece[1:]
+            self._offset = min(self._offset + len(piece), len(text))
+        self._offset = len(text)
+        return lists
+
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """Return the lists of these tokens; each has a logprob but the first of a prompt."""
+        """Return the lists of tokens that were generated."""
         lists = CompletionLogprobs([], [], [], [])
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
-            lists.tokens.append(self._name(token_id))
-            lists.text_offset.append(self._offset)
-            lists.token_logprobs.append(_clamp(logprob.logprob) if logprob else None)
-            lists.top_logprobs.append(self._top(logprob) if logprob else None)
+            self._append(lists, token_id, logprob)
             if token_id not in self._unseen:
                 self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
         return lists
+
+    def _append(self, lists: CompletionLogprobs, token_id: int, logprob: TokenLogprob | None) -> None:
+        lists.tokens.append(self._name(token_id))
+        lists.text_offset.append(self._offset)
+        lists.token_logprobs.append(_clamp(logprob.logprob) if logprob else None)
+        lists.top_logprobs.append(self._top(logprob) if logprob else None)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
         """Return the alternatives and the token itself, by name."""
@@ -64,6 +86,10 @@ def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLog
         first.top_logprobs + then.top_logprobs,
         first.text_offset + then.text_offset,
     )
+
+
+def _utf8_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")("replace")
 
 
 def _clamp(logprob: float) -> float:

@@ -158,6 +158,19 @@ async def test_logprobs_are_parallel_lists(served: Served) -> None:
     assert [len(top) for top in logprobs["top_logprobs"]] == [2, 2, 2, 2]
 
 
+async def test_offsets_count_the_special_tokens_of_an_echoed_prompt(served: Served) -> None:
+    """As `a<|endoftext|>b` gives 0, 1, 14, 15; what is generated goes on where the prompt ends."""
+    served.scheduler.reply = saying("cd")
+    prompt = "a<|im_end|>b"
+    for asked in (prompt, [*text_ids("a"), IM_END, *text_ids("b")]):
+        for hidden in (True, False):
+            fields = {"echo": True, "logprobs": 1, "max_tokens": 2, "skip_special_tokens": hidden}
+            [choice] = (await served.complete(asked, **fields))["choices"]
+            assert choice["text"] == prompt + "cd"
+            assert choice["logprobs"]["tokens"] == ["a", "<|im_end|>", "b", "c", "d"]
+            assert choice["logprobs"]["text_offset"] == [0, 1, 11, 12, 13]
+
+
 async def test_zero_logprobs_are_those_of_the_tokens_themselves(served: Served) -> None:
     logprobs = (await served.complete(max_tokens=4, logprobs=0))["choices"][0]["logprobs"]
     tops = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
