@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from gateway.body_limits import Place
 from gateway.errors import RequestError
+from gateway.openai_types import without_nulls
 from protocol.suggestions import suggestion
 
 MAX_BODY_BYTES = 64 << 20
@@ -23,6 +24,7 @@ MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
 OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]=? .*|of length .*|matching .*|that's .*)", re.DOTALL)
 
 JSON_TYPE = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
+UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
@@ -87,11 +89,26 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
+        if UNKNOWN_FIELD.match(str(error)):
+            return _decoded_without_nulls(decoder, body)
         raise invalid_field(str(error), decoder.type) from None
     except msgspec.DecodeError as error:
         raise _malformed(body, str(error)) from None
     except RecursionError:
         raise _too_deep() from None
+
+
+def _decoded_without_nulls(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:
+    """Return the Struct in a `body` in which names that nobody knows are null, or raise RequestError for one."""
+    try:
+        found: AnyStruct = msgspec.convert(without_nulls(msgspec.json.decode(body)), decoder.type)
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error), decoder.type) from None
+    except msgspec.DecodeError as error:
+        raise _malformed(body, str(error)) from None
+    except RecursionError:
+        raise _too_deep() from None
+    return found
 
 
 def _check_num_values(body: bytes) -> None:
@@ -125,9 +142,9 @@ def invalid_field(complaint: str, kind: Any) -> RequestError:
     if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
         name = _join(param, missing[1])
         return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", reason, re.DOTALL):
+    if unknown := UNKNOWN_FIELD.fullmatch(reason):
         name = _join(param, _shortened(unknown[1]))
-        known = [field.name for field in msgspec.structs.fields(kind)]
+        known = _names_at(kind, param)
         return RequestError(
             f"{name!r} is not a field here{suggestion(_shortened(unknown[1]), known)}",
             param=name,
@@ -139,6 +156,27 @@ def invalid_field(complaint: str, kind: Any) -> RequestError:
     words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)
     subject = param or "the body"
     return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code=code)
+
+
+def _names_at(kind: Any, path: str) -> list[str]:
+    """Return the names of the fields at `path` in a Struct, such as "messages[0].content[0]"."""
+    found = _struct_in(msgspec.inspect.type_info(kind))
+    for name in filter(None, re.sub(r"\[[^\]]*\]", "", path).split(".")):
+        field = next((field for field in found.fields if field.name == name), None) if found else None
+        found = _struct_in(field.type) if field else None
+    return [field.name for field in found.fields] if found else []
+
+
+def _struct_in(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType | None:
+    match kind:
+        case msgspec.inspect.StructType():
+            return kind
+        case msgspec.inspect.ListType():
+            return _struct_in(kind.item_type)
+        case msgspec.inspect.UnionType():
+            return next(filter(None, map(_struct_in, kind.types)), None)
+        case _:
+            return None
 
 
 def _shortened(text: str) -> str:

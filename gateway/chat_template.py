@@ -47,7 +47,8 @@ class ChatTemplate:
         Raises ValueError if the template is not valid Jinja.
         """
         self._source, self._special_tokens = source, dict(special_tokens)
-        self._names = _free_names(source) - RESERVED_NAMES - special_tokens.keys() if source else frozenset()
+        self._set_names = RESERVED_NAMES | special_tokens.keys()
+        self._names = _free_names(source) - self._set_names if source else frozenset()
         self._knows_developer = source is not None and "developer" in source
         self._render = _renderer() if source else None
         self._placeholders = _Placeholders(control_tokens)
@@ -71,9 +72,9 @@ class ChatTemplate:
             )
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
-        self._check_kwargs(template_kwargs or {})
+        template_kwargs = self._known_kwargs(template_kwargs or {})
         plain = [self._plain(message) for message in messages]
-        (plain, tools, template_kwargs), placeholders = self._placeholders.hide((plain, tools, template_kwargs or {}))
+        (plain, tools, template_kwargs), placeholders = self._placeholders.hide((plain, tools, template_kwargs))
         try:
             [text], _ = self._render(
                 [plain],
@@ -89,11 +90,16 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template does not take these messages: {reason}") from None
         return RenderedChat(text, placeholders)
 
-    def _check_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
-        for name in template_kwargs:
-            if name not in self._names:
+    def _known_kwargs(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those that the template reads. One that it does not may be null or false, which ask for nothing."""
+        known_kwargs = {}
+        for name, value in template_kwargs.items():
+            if name in self._names:
+                known_kwargs[name] = value
+            elif not (value is None or (value is False and name not in self._set_names)):
                 known = f"it knows {', '.join(sorted(self._names))}" if self._names else "it knows none"
-                raise ChatTemplateError(f"the chat template does not take {name!r} from a request: {known}")
+                raise ChatTemplateError(f"the chat template does not take {name[:100]!r} from a request: {known}")
+        return known_kwargs
 
     def _plain(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return `message` with its content as one string, which every template takes."""

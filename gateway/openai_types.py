@@ -5,6 +5,7 @@ same as leaving it out.
 """
 
 import typing
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
@@ -39,6 +40,8 @@ class OnlyNeutral:
 Unsupported = Annotated[Any, OnlyNeutral()]
 UnsupportedSwitch = Annotated[Any, OnlyNeutral(False)]
 UnsupportedList = Annotated[Any, OnlyNeutral([])]
+UnsupportedText = Annotated[Any, OnlyNeutral("")]
+UnsupportedObject = Annotated[Any, OnlyNeutral({})]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,6 +83,11 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: Any = None
 
     prompt_logprobs: Unsupported = None
     priority: Annotated[Any, OnlyNeutral(0)] = None
@@ -97,16 +105,25 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     length_penalty: Annotated[Any, OnlyNeutral(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
     truncate_prompt_tokens: Unsupported = None
+    early_stopping: UnsupportedSwitch = None
+    return_prompt_text: UnsupportedSwitch = None
+    return_token_offsets: UnsupportedSwitch = None
     return_token_ids: UnsupportedSwitch = None
     return_tokens_as_token_ids: UnsupportedSwitch = None
     thinking_token_budget: Unsupported = None
     request_id: Unsupported = None
-    kv_transfer_params: Unsupported = None
-    vllm_xargs: Unsupported = None
+    kv_transfer_params: UnsupportedObject = None
+    vllm_xargs: UnsupportedObject = None
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
+
+    # Advisory: marks for a provider's cache.
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    annotations: Any = None
+    id: Any = None
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -114,14 +131,25 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
     name: str | None = None
 
-    refusal: Unsupported = None
+    # Advisory: a client's and a provider's books, which come back with the history of a conversation.
+    id: Any = None
+    metadata: Any = None
+    timestamp: Any = None
+    created_at: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    provider_specific_fields: Any = None
+
+    refusal: UnsupportedText = None
     audio: Unsupported = None
     tool_calls: UnsupportedList = None
     tool_call_id: Unsupported = None
     function_call: Unsupported = None
-    reasoning: Unsupported = None
-    reasoning_content: Unsupported = None
-    annotations: UnsupportedList = None
+    reasoning: UnsupportedText = None
+    reasoning_content: UnsupportedText = None
+    thinking_blocks: UnsupportedList = None
+    images: UnsupportedList = None
 
     @property
     def text(self) -> str:
@@ -140,27 +168,23 @@ class ChatRequest(CommonRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Advisory: OpenAI's successors of `user`.
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-
     tools: UnsupportedList = None
-    tool_choice: Annotated[Any, OnlyNeutral("none")] = None
+    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
     parallel_tool_calls: Annotated[Any, OnlyNeutral(True, False)] = None
     functions: UnsupportedList = None
-    function_call: Annotated[Any, OnlyNeutral("none")] = None
+    function_call: Annotated[Any, OnlyNeutral("none", "auto")] = None
     modalities: Annotated[Any, OnlyNeutral(["text"])] = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
     reasoning_effort: Annotated[Any, OnlyNeutral("none")] = None
-    include_reasoning: Annotated[Any, OnlyNeutral(True)] = None
+    include_reasoning: Annotated[Any, OnlyNeutral(True, False)] = None
     verbosity: Annotated[Any, OnlyNeutral("medium")] = None
     echo: UnsupportedSwitch = None
     add_special_tokens: UnsupportedSwitch = None
     chat_template: Unsupported = None
     documents: UnsupportedList = None
-    mm_processor_kwargs: Unsupported = None
+    mm_processor_kwargs: UnsupportedObject = None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -176,6 +200,27 @@ class CompletionRequest(CommonRequest, kw_only=True):
 
 chat_decoder = msgspec.json.Decoder(ChatRequest)
 completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def without_nulls(body: Any) -> Any:
+    """Return a decoded body without the fields that are null, wherever a body has fields: null is as if left out."""
+    if not isinstance(body, Mapping):
+        return body
+    fields = {name: value for name, value in body.items() if value is not None}
+    if "stream_options" in fields:
+        fields["stream_options"] = without_nulls(fields["stream_options"])
+    if isinstance(messages := fields.get("messages"), Sequence) and not isinstance(messages, str):
+        fields["messages"] = [_message_without_nulls(message) for message in messages]
+    return fields
+
+
+def _message_without_nulls(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(parts := fields.get("content"), Sequence) and not isinstance(parts, str):
+        fields["content"] = [without_nulls(part) for part in parts]
+    return fields
 
 
 @cache
@@ -209,7 +254,7 @@ def check_common(request: CommonRequest) -> None:
     refuse_unsupported(request)
     if request.stream_options is not None:
         refuse_unsupported(request.stream_options, "stream_options.")
-        if not request.stream:
+        if not request.stream and any(msgspec.structs.astuple(request.stream_options)):
             raise RequestError("stream_options needs stream to be true", param="stream_options", code="invalid_value")
     _check_stop_strings(stop_strings(request))
     if None not in (request.max_tokens, request.max_completion_tokens) and (

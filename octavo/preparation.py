@@ -16,7 +16,7 @@ from gateway.choices import generation_requests
 from gateway.engine import GenerationRequest
 from gateway.errors import RequestError
 from gateway.model_files import ModelFiles
-from gateway.openai_types import ChatRequest
+from gateway.openai_types import ChatRequest, without_nulls
 from gateway.sampling import (
     DEFAULT_MAX_TOKENS,
     check_text_length,
@@ -227,7 +227,7 @@ def _wrong_prompt(given: str) -> TypeError:
 
 def _chat_request(fields: Mapping[str, Any]) -> ChatRequest:
     try:
-        body = msgspec.convert(fields, ChatRequest)
+        body = msgspec.convert(without_nulls(fields), ChatRequest)
     except msgspec.ValidationError as error:
         raise invalid_field(str(error), ChatRequest) from None
     check_chat(body)

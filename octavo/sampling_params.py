@@ -29,6 +29,8 @@ NOT_SAMPLING = frozenset(
         "model", "prompt", "prompt_embeds", "suffix", "echo", "add_special_tokens", "stream", "stream_options", "user",
         "metadata", "store", "service_tier", "cache_salt", "priority", "request_id", "return_token_ids",
         "return_tokens_as_token_ids", "kv_transfer_params", "vllm_xargs", "response_format", "max_completion_tokens",
+        "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation",
+        "return_prompt_text", "return_token_offsets",
     }
 )  # fmt: skip
 HINTS = typing.get_type_hints(SamplingRequest, include_extras=True)

@@ -81,6 +81,7 @@ def test_a_request_may_set_what_the_template_reads_and_nothing_else() -> None:
     source = "{% generation %}{{ enable_thinking }}{% endgeneration %}{{ bos_token }}{{ messages }}{{ tokenize }}"
     text = text_of(source, [], template_kwargs={"enable_thinking": False})
     assert text == "False<s>[]"
+    assert text_of(source, [], template_kwargs={"no_such": False, "nor": None, "tokenize": None}).startswith("<s>")
     for name in ("tokenize", "chat_template", "bos_token", "messages", "no_such"):
         with pytest.raises(ChatTemplateError, match=f"does not take '{name}'.*enable_thinking"):
             text_of(source, [], template_kwargs={name: "x"})

@@ -72,14 +72,51 @@ NEUTRAL: dict[str, Any] = {
     "priority": 0,
     "stream_options": None,
     "stream": False,
+    "include_reasoning": False,
+    "chat_template_kwargs": {"enable_thinking": False, "thinking": None},
+    "reasoning_effort": None,
+    "function_call": "auto",
+    "vllm_xargs": {},
+    "a_name_that_nobody_knows": None,
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "explicit"},
+    "moderation": {"model": "omni-moderation-latest"},
 }
+COMMON = ("a_name_that_nobody_knows", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "moderation")
 
 
 async def test_neutral_and_advisory_fields_are_taken(served: Served) -> None:
     await served.chat(**NEUTRAL)
     for name, value in NEUTRAL.items():
         await served.chat(**{name: value})
-    await served.complete(best_of=1, suffix=None, stream_options=None)
+    await served.chat(tools=[], tool_choice="auto", stream_options={"include_usage": False, "unknown": None})
+    await served.complete(best_of=1, suffix=None, stream_options=None, **{name: NEUTRAL[name] for name in COMMON})
+
+
+async def test_books_in_messages_and_parts_change_nothing(served: Served) -> None:
+    """Histories come back with what clients and providers note in them."""
+    plain = await submitted(served)
+    books = {
+        "id": "msg_1", "metadata": {"x": 1}, "timestamp": 1700000000, "created_at": "today", "refusal": None,
+        "annotations": [{"type": "url_citation"}], "cache_control": {"type": "ephemeral"}, "audio": None,
+        "prompt_cache_breakpoint": {"mode": "explicit"}, "provider_specific_fields": {"x": 1}, "tool_calls": [],
+        "reasoning_content": "", "a_name_that_nobody_knows": None,
+    }  # fmt: skip
+    marks = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}, "unknown": None}
+    for fields in (books, *({name: value} for name, value in books.items())):
+        for content in ("hi", [{"type": "text", "text": "hi"} | marks]):
+            noted = await submitted(served, messages=[{"role": "user", "content": content} | fields])
+            assert served.scheduler.prompt_of(noted) == served.scheduler.prompt_of(plain)
+
+
+async def test_a_hint_names_a_field_of_the_place_that_is_wrong(served: Served) -> None:
+    """`temperature` is a field of the body, not of a message."""
+    for wrong, hint in ({"temperatur": 1}, None), ({"metadat": 1}, "did you mean metadata?"):
+        body = {"messages": [{"role": "user", "content": "hi"} | wrong]}
+        message = (await served.post("/v1/chat/completions", body)).json()["error"]["message"]
+        assert hint in message if hint else "did you mean" not in message
 
 
 async def test_an_unset_field_is_the_generation_config_s(tmp_path: Path, scheduler: FakeScheduler) -> None:

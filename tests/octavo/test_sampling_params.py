@@ -21,6 +21,11 @@ def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
         "store",
         "service_tier",
         "max_completion_tokens",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "moderation",
     }
     hints = typing.get_type_hints(CommonRequest, include_extras=True)
     honoured = {
