@@ -13,6 +13,7 @@ from protocol.config import Config
 from protocol.extras import imports_of
 from protocol.lifeline import Heart
 from protocol.process import refuse, start_process
+from protocol.tcp import netloc
 
 with imports_of("python -m gateway", "gateway"):
     import uvicorn
@@ -82,10 +83,12 @@ class ListenError(Exception):
 def _listen(host: str, port: int, flag: str) -> socket.socket:
     try:
         return listen(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        number = getattr(error, "errno", None) or 0
         # A name's are negative.
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}. Choose another {flag} or --host.") from None
+        reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
+        where = netloc(host, port)
+        raise ListenError(f"cannot listen on {where}: {reason}. Choose another {flag} or --host.") from None
 
 
 class Server(uvicorn.Server):
@@ -155,8 +158,7 @@ def uvicorn_config(app: Starlette, config: Config, *, grace_s: int | None = None
 
 
 def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"http://{netloc(*listener.getsockname()[:2])}"
 
 
 def _is_loopback(listener: socket.socket) -> bool:

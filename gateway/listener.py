@@ -6,6 +6,8 @@ import socket
 import struct
 import sys
 
+from protocol.tcp import bind
+
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
@@ -22,9 +24,13 @@ NO_NEW_CONNECTIONS = (
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host` (a name or an address of either kind). Raises OSError."""
-    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    """Return a socket that listens on `host`, as `bind` takes it. Raises OSError or UnicodeError."""
+    listener = bind(host, port)
+    try:
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
     # Connections inherit it. Without it each small write waits for the client's delayed acknowledgement, 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

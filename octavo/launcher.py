@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
-from octavo.listening import answers, health_url, reachable_host, with_ports
+from octavo.listening import answers, health_url, server_url, with_ports
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.socket_directory import socket_directory
 from octavo.streams import OutputEndedError
@@ -94,7 +94,7 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
 
 def ready_text(config: Config, seconds: float) -> str:
     """Return what a person sees once requests are served: where, and one to try."""
-    url = f"http://{reachable_host(config.host)}:{config.port}"
+    url = server_url(config)
     name = config.served_model_name[0]
     authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     body = {"model": name, "messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 40}

@@ -1,7 +1,6 @@
 """Where a server of this machine listens: whether it could, and whether it answers."""
 
 import errno
-import socket
 import urllib.request
 from collections.abc import Callable
 
@@ -9,6 +8,7 @@ import msgspec
 
 from octavo.errors import LaunchError
 from protocol.config import Config, flag_name
+from protocol.tcp import bind, netloc, without_brackets
 
 
 def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Config:
@@ -28,15 +28,11 @@ def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Con
 def _free_port(config: Config, port: int, name: str, name_of: Callable[[str], str]) -> int:
     host = config.host
     try:
-        # The gateway chooses among a name's addresses in the same way.
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        with bind(host, port) as probe:
             return int(probe.getsockname()[1])
     except (OSError, UnicodeError) as error:
         cause = getattr(error, "strerror", None) or error
-        raise LaunchError(f"cannot listen on {host}:{port}: {cause}. {_remedy(error, name, name_of)}") from None
+        raise LaunchError(f"cannot listen on {netloc(host, port)}: {cause}. {_remedy(error, name, name_of)}") from None
 
 
 def _remedy(error: Exception, name: str, name_of: Callable[[str], str]) -> str:
@@ -47,19 +43,20 @@ def _remedy(error: Exception, name: str, name_of: Callable[[str], str]) -> str:
             return f"Only root may take ports below 1024 here: choose another with {name_of(name)}, such as 8000."
         case _:
             return (
-                f"{name_of('host')} takes an address or a name of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
-                " of them."
+                f"{name_of('host')} takes an address or a name of this machine, such as 127.0.0.1, 0.0.0.0 for all"
+                " of IPv4, or :: for all."
             )
 
 
 def health_url(config: Config) -> str:
-    return f"http://{reachable_host(config.host)}:{config.port}/health"
+    return f"{server_url(config)}/health"
 
 
-def reachable_host(host: str) -> str:
-    """Return an address at which a listener on `host` can be reached from this machine."""
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"[{reachable}]" if ":" in reachable else reachable
+def server_url(config: Config) -> str:
+    """Return the URL at which the server of `config` can be reached from this machine."""
+    host = without_brackets(config.host)
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1", "*": "127.0.0.1"}.get(host, host)
+    return f"http://{netloc(reachable, config.port)}"
 
 
 def answers(url: str) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.errors import ChildRefusedError
 from octavo.launcher import ROLES
-from octavo.listening import answers, health_url, with_ports
+from octavo.listening import answers, health_url, server_url, with_ports
 from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
 from protocol.config import FIELDS, Config, child_environ
@@ -38,7 +38,7 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
     )
     try:
         _wait_until_ready(process, health_url(config))
-        yield f"http://{config.host}:{config.port}/v1", key
+        yield f"{server_url(config)}/v1", key
     finally:
         end_processes([process], SERVER_GRACE_S)
         process.lifeline.close()

@@ -55,7 +55,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     served_model_name: Annotated[
         tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
     ] = ()
-    host: Annotated[str, Meta(description="address on which the gateway listens")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="address on which the gateway listens; :: is all, of IPv4 too")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which the gateway listens; 0 takes a free one")] = (
         8000
     )

@@ -17,6 +17,7 @@ import openai
 import pytest
 
 from octavo.processes import Process
+from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
 from tests.fakes.model_directories import VOCAB_SIZE
@@ -188,3 +189,40 @@ def test_it_never_loads_torch(tiny_model: Path) -> None:
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", program], env=environ(), check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "addresses"),
+    [
+        ("::", r"http://\[::\]:", ("127.0.0.1", "[::1]")),
+        ("", r"http://\[::\]:", ("127.0.0.1", "[::1]")),
+        ("[::1]", r"http://\[::1\]:", ("[::1]",)),
+    ],
+)
+def test_it_and_its_metrics_listen_on_ipv4_and_ipv6(
+    tiny_model: Path, host: str, shown: str, addresses: tuple[str, ...]
+) -> None:
+    with gateway("--host", host, "--metrics-port", "0", model=str(tiny_model)) as (process, url, lines):
+        assert re.match(shown, url)
+        assert process.stderr is not None
+        text = "".join(lines)
+        while not (metrics := re.search(r"metrics alone, for anyone, at (http://\S+)/metrics", text)):
+            text += process.stderr.readline()
+        assert re.match(shown, metrics[1])
+        for address in addresses:
+            assert httpx.get(f"http://{address}:{url.rpartition(':')[2]}/live", timeout=20).status_code == 200
+            page = httpx.get(f"http://{address}:{metrics[1].rpartition(':')[2]}/metrics", timeout=20)
+            assert page.status_code == 200
+        assert ("anyone may use it" in text) == (host != "[::1]")
+
+
+def test_an_idle_connection_outlives_those_of_proxies_unless_a_flag_says_otherwise(tiny_model: Path) -> None:
+    assert Config().keep_alive_timeout_s > 90  # what Go's proxies keep one
+    with gateway("--keep-alive-timeout-s", "1", model=str(tiny_model)) as (_, url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as client:
+            client.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            said = b""
+            while data := client.recv(4096):  # until it is closed
+                said += data
+    assert said.startswith(b"HTTP/1.1 200 ")

@@ -44,6 +44,38 @@ def test_a_connection_that_was_made_stays() -> None:
             assert client.recv(6) == b"answer"
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [
+        ("::", ("127.0.0.1", "::1")),
+        ("", ("127.0.0.1", "::1")),
+        ("*", ("127.0.0.1", "::1")),
+        ("[::]", ("127.0.0.1", "::1")),
+        ("[::1]", ("::1",)),
+        ("::1", ("::1",)),
+        ("0.0.0.0", ("127.0.0.1",)),
+        ("localhost", ("localhost",)),
+    ],
+)
+def test_a_listener_takes_both_kinds_of_addresses_and_each_spelling(host: str, reached: tuple[str, ...]) -> None:
+    with listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        for address in reached:
+            with socket.create_connection((address, port), timeout=10) as client, listener.accept()[0]:
+                assert client.getpeername()[1] == port
+        if reached == ("::1",):
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+def test_a_queue_of_both_kinds_can_be_emptied() -> None:
+    with listen("::", 0) as listener:
+        turn_away(listener)
+        for address in ("127.0.0.1", "::1"):
+            with pytest.raises(TimeoutError):
+                socket.create_connection((address, listener.getsockname()[1]), timeout=0.2)
+
+
 async def test_a_connection_that_has_not_asked_yet_is_answered_once_more(
     tiny_model: Path, scheduler: FakeScheduler
 ) -> None:
