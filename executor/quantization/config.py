@@ -78,7 +78,10 @@ def read_quantization(directory: Path, written: dict[str, Any] | None) -> Quanti
         path = directory / name
         if path.is_file():
             try:
-                return _parse({"quant_method": method} | msgspec.json.decode(read_bounded(path), type=dict[str, Any]))
+                said = msgspec.json.decode(read_bounded(path))
+                if not isinstance(said, dict):
+                    raise ValueError("it is no JSON object. Download the model again")
+                return _parse({"quant_method": method} | said)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None
     return None

@@ -249,6 +249,30 @@ def test_rotary_parameters_without_effect_are_named(
         assert re.search(rf"config\.json: .*{unused}", said[0])
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            '{"bits": 2, "group_size": 128}',
+            "quantization_config of gptq: bits is 2, which is not supported; supported: 4, 8",
+        ),
+        ('[{"bits": 4}]', "it is no JSON object. Download the model again"),
+        ('{"bits": 4}', "quantization_config of gptq: group_size is missing"),
+    ],
+)
+def test_an_older_file_of_a_quantizing_tool_is_refused_with_its_name(content: str, said: str, tmp_path: Path) -> None:
+    (write(tmp_path) / "quantize_config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"quantize_config\.json: {re.escape(said)}"):
+        read_model_config(tmp_path)
+
+
+def test_a_value_inside_a_group_is_named_with_its_place(tmp_path: Path) -> None:
+    weights = {"num_bits": "four", "type": "int", "strategy": "group"}
+    config = {"quant_method": "compressed-tensors", "format": "x", "config_groups": {"group_0": {"weights": weights}}}
+    with pytest.raises(ValueError, match=r"config_groups\[\.\.\.\]\.weights\.num_bits is .* has to be a whole number"):
+        read_model_config(write(tmp_path, quantization_config=config))
+
+
 OTHER_MODELS = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
