@@ -5,12 +5,14 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 # What a template may see under these names is not for a request to say.
 RESERVED_NAMES = frozenset(
@@ -19,8 +21,6 @@ RESERVED_NAMES = frozenset(
         "raise_exception", "return_assistant_tokens_mask", "strftime_now", "tokenize", "tools",
     }
 )  # fmt: skip
-# How a template fails on messages that it was not written for, beside its own raise_exception.
-TEMPLATE_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class ChatTemplateError(ValueError):
@@ -73,22 +73,60 @@ class ChatTemplate:
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
         template_kwargs = self._known_kwargs(template_kwargs or {})
-        plain = [self._plain(message) for message in messages]
-        (plain, tools, template_kwargs), placeholders = self._placeholders.hide((plain, tools, template_kwargs))
+        plain = self._merged([self._plain(message) for message in messages])
         try:
-            [text], _ = self._render(
-                [plain],
+            hidden, placeholders = self._placeholders.hide((plain, tools, template_kwargs))
+        except RecursionError:
+            raise ChatTemplateError("what the chat template is given is nested too deeply") from None
+        plain, tools, template_kwargs = hidden
+        try:
+            text = self._rendered(
+                plain,
                 tools=tools,
-                chat_template=self._source,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **self._special_tokens,
                 **template_kwargs,
             )
-        except TEMPLATE_FAILURES as error:
+        except RecursionError:
+            raise ChatTemplateError("what the chat template is given is nested too deeply") from None
+        except Exception as error:  # a template can fail in any way on what it was not written for
             reason = _show(str(error) or type(error).__name__, placeholders)
             raise ChatTemplateError(f"the chat template does not take these messages: {reason}") from None
         return RenderedChat(text, placeholders)
+
+    @cached_property
+    def _knows_one_system_message(self) -> bool:
+        """Whether the template refuses a second system message or leaves it out."""
+        probe = [{"role": "system", "content": text} for text in ("probe1", "probe2")]
+        try:
+            text = self._rendered([*probe, {"role": "user", "content": "hi"}])
+        except Exception:  # whatever a template says to this
+            return True
+        return not ("probe1" in text and "probe2" in text)
+
+    def _merged(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return `messages` with the developer as the system, and as few system messages as the template knows.
+
+        Where it knows one, it is the first and has the texts of all in their order. Elsewhere system and developer
+        messages that lead a conversation are one, and later ones stay in their places.
+        """
+        if self._knows_developer:
+            return messages
+        renamed = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+        system = [message for message in renamed if message["role"] == "system"]
+        if len(system) < 2:
+            return renamed
+        if self._knows_one_system_message:
+            return [_joined(system), *(message for message in renamed if message["role"] != "system")]
+        leading = list(takewhile(lambda message: message["role"] == "system", renamed))
+        if any(message["role"] == "developer" for message in messages[: len(leading)]):
+            return [_joined(leading), *renamed[len(leading) :]]
+        return renamed
+
+    def _rendered(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        assert self._render is not None
+        [text], _ = self._render([messages], chat_template=self._source, **self._special_tokens, **options)
+        return text
 
     def _known_kwargs(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return those that the template reads. One that it does not may be null or false, which ask for nothing."""
@@ -106,10 +144,11 @@ class ChatTemplate:
         content = message.get("content")
         if isinstance(content, (list, tuple)):
             content = "".join(_part_text(part) for part in content)
-        role = message.get("role")
-        if role == "developer" and not self._knows_developer:
-            role = "system"
-        return {**message, "role": role, "content": "" if content is None else content}
+        return {**message, "role": message.get("role"), "content": "" if content is None else content}
+
+
+def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**messages[0], "content": "\n\n".join(message["content"] for message in messages)}
 
 
 class _Placeholders:

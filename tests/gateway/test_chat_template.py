@@ -44,6 +44,52 @@ def test_developers_are_the_system_to_templates_that_do_not_know_them() -> None:
     assert text_of(SHOW + "{# developer #}", messages) == "[developer:x]"
 
 
+ONE_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}[S:{{ messages[0]['content'] }}]{% endif %}"
+    "{% for m in messages if m['role'] != 'system' %}[{{ m['role'] }}:{{ m['content'] }}]{% endfor %}"
+)
+STRICT = (
+    "{% for m in messages[1:] if m['role'] == 'system' %}{{ raise_exception('one system') }}{% endfor %}" + ONE_SYSTEM
+)
+
+
+def said(*pairs: str) -> list[dict[str, Any]]:
+    return [dict(zip(("role", "content"), pair.split(":"), strict=True)) for pair in pairs]
+
+
+def test_developers_and_the_system_are_one_message_where_the_template_knows_one() -> None:
+    messages = said("system:a", "developer:b", "user:hi")
+    for source in (SHOW, ONE_SYSTEM, STRICT):
+        lead = "system" if source is SHOW else "S"
+        assert text_of(source, messages) == f"[{lead}:a\n\nb][user:hi]"
+        assert text_of(source, said("developer:b", "system:a", "user:hi")) == f"[{lead}:b\n\na][user:hi]"
+    assert text_of(SHOW + "{# developer #}", messages) == "[system:a][developer:b][user:hi]"
+
+
+def test_later_system_messages_keep_their_place_unless_the_template_knows_one() -> None:
+    messages = said("system:a", "user:hi", "developer:b", "assistant:c", "system:d", "user:e")
+    for source in (ONE_SYSTEM, STRICT):
+        assert text_of(source, messages) == "[S:a\n\nb\n\nd][user:hi][assistant:c][user:e]"
+    assert text_of(SHOW, messages) == "[system:a][user:hi][system:b][assistant:c][system:d][user:e]"
+    assert text_of(SHOW, said("system:a", "system:b", "user:c")) == "[system:a][system:b][user:c]"
+
+
+def nested(depth: int, kind: type) -> Any:
+    value: Any = "end"
+    for _ in range(depth):
+        value = [value] if kind is list else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("source", ["{{ x }}", "{{ x | tojson }}", "{{ x | length }}", "{{ x == messages }}"])
+def test_what_is_nested_deeply_is_refused_or_rendered(source: str) -> None:
+    for kind in (list, dict):
+        assert text_of(source, [], template_kwargs={"x": nested(10, kind)})
+        for depth in (1000, 5000):
+            with pytest.raises(ChatTemplateError, match="nested too deeply"):
+                text_of(source, [], template_kwargs={"x": nested(depth, kind)})
+
+
 def test_the_final_message_is_left_open_to_be_continued() -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]
     text = text_of(CHAT_TEMPLATE, messages, add_generation_prompt=False, continue_final_message=True)
@@ -60,6 +106,12 @@ def test_the_final_message_is_left_open_to_be_continued() -> None:
         ("{{ messages[3].content }}", "no element 3"),
         ("{{ ''.__class__.__mro__ }}", "__class__"),
         ("{{ 1 // 0 }}", "zero"),
+        ("{{ nothing.there }}", "nothing"),
+        ("{{ messages | sum }}", "unsupported operand"),
+        ("{{ messages | map('no_such') | list }}", "no_such"),
+        ("{{ ('%d' | format(messages)) }}", "%d format"),
+        ("{{ 10.0 ** 1000 }}", "out of range"),
+        ("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}", "nested too deeply"),
     ],
 )
 def test_what_a_template_refuses_is_said_in_its_own_words(source: str, words: str) -> None:

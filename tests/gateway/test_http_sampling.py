@@ -95,6 +95,23 @@ async def test_neutral_and_advisory_fields_are_taken(served: Served) -> None:
     await served.complete(best_of=1, suffix=None, stream_options=None, **{name: NEUTRAL[name] for name in COMMON})
 
 
+async def test_chat_template_kwargs_that_are_nested_deeply_are_a_400(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ x }}")
+    async with serving(tmp_path, scheduler) as served:
+        for depth in (700, 900):
+            nested = b'{"a":' * depth + b"1" + b"}" * depth
+            body = b'{"messages":[{"role":"user","content":"hi"}],"chat_template_kwargs":{"x":' + nested + b"}}"
+            response = await served.post("/v1/chat/completions", body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["param"], error["message"]) in (
+                ("chat_template_kwargs", "what the chat template is given is nested too deeply"),
+                ("chat_template_kwargs", "the body is nested too deeply"),
+                (None, "the body is nested too deeply"),
+            )
+
+
 async def test_books_in_messages_and_parts_change_nothing(served: Served) -> None:
     """Histories come back with what clients and providers note in them."""
     plain = await submitted(served)
