@@ -128,6 +128,7 @@ def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_toke
         defaults,
         vocab_size=ready.vocab_size,
         eos_token_ids=service.files.eos_token_ids,
+        tokenizer=service.files.tokenizer,
         max_tokens=max_tokens,
         seed=service.seed(body),
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,

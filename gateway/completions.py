@@ -145,6 +145,7 @@ def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_promp
         defaults,
         vocab_size=ready.vocab_size,
         eos_token_ids=service.files.eos_token_ids,
+        tokenizer=service.files.tokenizer,
         max_tokens=max_tokens,
         seed=service.seed(body),  # of each prompt its own, unless the request says one
         num_logprobs=body.logprobs,

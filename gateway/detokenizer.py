@@ -38,6 +38,10 @@ class Detokenizer:
         """How many of the last tokens wait: they become known in order, so a skipped one may wait too."""
         return self._num_undecided + self._num_skipped
 
+    def token_name(self, token_id: int) -> str | None:
+        """Return the name of a token in the vocabulary; a special token's is its text."""
+        return self._tokenizer.id_to_token(token_id)
+
     def step(self, token_id: int) -> str:
         """Return the text that `token_id` completes; it may be empty, also because the token has none."""
         if not self._num_undecided and token_id not in self._skipped:

@@ -9,7 +9,8 @@ import msgspec
 
 from gateway.errors import RequestError
 from gateway.generation_config import SamplingDefaults
-from gateway.openai_types import CommonRequest
+from gateway.openai_types import CommonRequest, stop_strings
+from gateway.tokenizer import Tokenizer
 from protocol.sampling import SamplingParams
 
 MASK_64 = 2**64 - 1
@@ -26,6 +27,7 @@ def sampling_params(
     *,
     vocab_size: int,
     eos_token_ids: Sequence[int],
+    tokenizer: Tokenizer,
     max_tokens: int,
     seed: int,
     num_logprobs: int | None,
@@ -44,11 +46,17 @@ def sampling_params(
         min_tokens=min_tokens,
         seed=seed,
         eos_token_ids=() if request.ignore_eos else tuple(eos_token_ids),
-        stop_token_ids=tuple(stop_token_ids),
+        stop_token_ids=tuple(dict.fromkeys([*stop_token_ids, *_special_stop_ids(request, tokenizer)])),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         num_logprobs=num_logprobs,
         num_prompt_logprobs=num_prompt_logprobs,
     )
+
+
+def _special_stop_ids(request: CommonRequest, tokenizer: Tokenizer) -> list[int]:
+    """Return the ids of the stop strings that are special tokens: texts leave those out, so only the id can stop."""
+    token_ids = map(tokenizer.token_id, stop_strings(request))
+    return [token_id for token_id in token_ids if token_id in tokenizer.special_token_ids]
 
 
 def for_choice(params: SamplingParams, index: int) -> SamplingParams:

@@ -32,7 +32,7 @@ class TextStream:
     ) -> None:
         self._detokenizer, self._sampling, self._prompt_token_ids = detokenizer, sampling, prompt_token_ids
         self._stops = StopStrings(stop) if stop else None
-        self._include_stop = include_stop
+        self._stop_strings, self._include_stop = stop, include_stop
         self._only_text = not stop and sampling.num_logprobs is None
         self._undecoded: list[tuple[int, TokenLogprob | None]] = []  # tokens whose text is not complete
         self._held: deque[HeldToken] = deque()  # tokens whose text is not all out
@@ -104,8 +104,7 @@ class TextStream:
         delta = self._delta(self._text, output, self._text_end)
         delta.finish_reason, delta.error = output.finish_reason, output.error
         if output.finish_reason == "stop" and delta.token_ids:
-            last = delta.token_ids[-1]
-            delta.stop_reason = last if last in self._stop_token_ids else None
+            delta.stop_reason = self._reason(delta.token_ids[-1])
         return delta
 
     def _stopped(self, stop: str, end: int, output: Output) -> Delta:
@@ -138,7 +137,12 @@ class TextStream:
             return None
         return [None, *token_logprobs(self._prompt_token_ids[1:], output.prompt_logprobs)]
 
-    @property
-    def _stop_token_ids(self) -> set[int]:
-        """The ids that are reported as the reason: the user's, less what ends the text anyway."""
-        return set(self._sampling.stop_token_ids) - set(self._sampling.eos_token_ids)
+    def _reason(self, token_id: int) -> str | int | None:
+        """Return what the user asked to stop at: the id, or the stop string that it stands for.
+
+        What ends the text anyway is no reason.
+        """
+        if token_id in self._sampling.eos_token_ids or token_id not in self._sampling.stop_token_ids:
+            return None
+        name = self._detokenizer.token_name(token_id)
+        return name if name in self._stop_strings else token_id

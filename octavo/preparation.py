@@ -132,6 +132,7 @@ class Preparation:
             defaults,
             vocab_size=self._ready.vocab_size,
             eos_token_ids=self._files.eos_token_ids,
+            tokenizer=self._files.tokenizer,
             max_tokens=max_tokens,
             seed=self._seeds.getrandbits(64) if asked.seed is None else unsigned_seed(asked.seed),
             num_logprobs=asked.logprobs,

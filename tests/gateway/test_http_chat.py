@@ -172,6 +172,21 @@ async def test_what_stops_is_named(served: Served) -> None:
     assert (by_id["finish_reason"], by_id["stop_reason"]) == ("stop", stop_id)
 
 
+async def test_a_stop_string_that_is_a_special_token_stops_at_it(served: Served) -> None:
+    served.scheduler.reply = lambda submit: [*text_ids("one"), IM_END, *text_ids("two")]
+    for fields in ({}, {"skip_special_tokens": False}):
+        [choice] = (await served.chat(stop=["<|im_end|>", "zzz"], ignore_eos=True, **fields))["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("one", "stop")
+        assert choice["stop_reason"] == "<|im_end|>"
+    [submit, _] = served.scheduler.messages(Submit)
+    assert submit.sampling.stop_token_ids == (IM_END,)
+    fields = {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    [shown] = (await served.chat(stop="<|im_end|>", ignore_eos=True, **fields))["choices"]
+    assert (shown["message"]["content"], shown["stop_reason"]) == ("one<|im_end|>", "<|im_end|>")
+    [ended] = (await served.chat(stop="<|im_end|>"))["choices"]
+    assert (ended["message"]["content"], ended["stop_reason"]) == ("one", None)
+
+
 async def test_usage_counts_up_to_the_token_that_completed_a_stop_string(served: Served) -> None:
     served.scheduler.tokens_per_step = 5
     served.scheduler.reply = saying("one two three")
