@@ -36,6 +36,7 @@ FIELDS = (
     "allowed_origins",
     "root_path",
     "keep_alive_timeout_s",
+    "chat_template",
     "generation_config",
     "seed",
     "frontend_address",

@@ -48,7 +48,11 @@ def read_model_files(config: Config) -> ModelFiles:
     own_generation = _read_json(directory / FILE)
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
-    chat_template = _usable_template(directory, tokenizer_config, special_tokens, tokenizer)
+    chat_template = (
+        _given_template(config.chat_template, special_tokens, tokenizer)
+        if config.chat_template
+        else _usable_template(directory, tokenizer_config, special_tokens, tokenizer)
+    )
     eos_token_ids = _eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model)
     _warn_of_no_end(directory, chat_template, eos_token_ids, tokenizer)
     return ModelFiles(
@@ -124,6 +128,18 @@ def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dic
         if isinstance(text, str):
             tokens[name] = text
     return tokens
+
+
+def _given_template(given: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+    """Return the template that --chat-template names, or is."""
+    is_template = "{" in given or "\n" in given
+    if not is_template and not Path(given).is_file():
+        raise ValueError(f"chat_template: there is no file {given}, and a template would have braces")
+    try:
+        template = given if is_template else _template_text(Path(given))
+        return ChatTemplate(template, special_tokens, tokenizer.control_tokens)
+    except ValueError as error:
+        raise ValueError(f"{error}. Put right what --chat-template gives") from None
 
 
 def _usable_template(

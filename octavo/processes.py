@@ -88,11 +88,18 @@ class Child:
     """One role: the processes of its present life, and when the next may begin.
 
     `start` begins a life. There are several processes of an executor's ranks, which live and die together. One that
-    does not beat for `hang_timeout_s` is ended.
+    does not beat for `hang_timeout_s` is ended; one that is asked to end has `stop_grace_s` for it.
     """
 
-    def __init__(self, role: str, start: Callable[[], Sequence[Process]], hang_timeout_s: float) -> None:
+    def __init__(
+        self,
+        role: str,
+        start: Callable[[], Sequence[Process]],
+        hang_timeout_s: float,
+        stop_grace_s: float = STOP_GRACE_S,
+    ) -> None:
         self.role, self._start, self._hang_timeout_s = role, start, hang_timeout_s
+        self._stop_grace_s = stop_grace_s
         self.num_failed_starts = 0  # the lives since the last one that began its work: they ended before
         self.processes = start()
         self._started_at_s = time.monotonic()
@@ -134,7 +141,7 @@ class Child:
     def end(self) -> None:
         """End its processes: ask, and kill what has not ended in time."""
         try:
-            end_processes(self.processes)
+            end_processes(self.processes, self._stop_grace_s)
         finally:
             self._close()
 
@@ -189,12 +196,18 @@ class Processes:
             raise LaunchError(shadowed)
         for role in self._roles:
             try:
-                self.children[role] = Child(role, partial(self._start, role), self.config.hang_timeout_s)
+                self.children[role] = Child(
+                    role, partial(self._start, role), self.config.hang_timeout_s, self.stop_grace_s(role)
+                )
             except OSError as error:
                 raise LaunchError(
                     f"the {role} cannot be started: {error.strerror}. `ulimit -a` shows what this user may have: "
                     "processes, open files, memory"
                 ) from None
+
+    def stop_grace_s(self, role: str) -> float:
+        """Return how long a process of `role` may take to end: a gateway gives open streams a while."""
+        return STOP_GRACE_S + (self.config.shutdown_timeout_s if role == "gateway" else 0)
 
     def ended(self) -> str | None:
         """Return which process has ended and how, if there is one."""

@@ -17,7 +17,6 @@ LAUNCHER_FIELDS = (
     "distributed_address",
     "link_keys_dir",
     "insecure_links",
-    "shutdown_timeout_s",
 )
 # A program's own engine listens nowhere, unless one of these is a keyword.
 HTTP_FIELDS = (
@@ -28,6 +27,7 @@ HTTP_FIELDS = (
     "allowed_origins",
     "root_path",
     "keep_alive_timeout_s",
+    "shutdown_timeout_s",
 )
 LOG_LEVEL = "warning"  # unless another is asked for: the program's own output comes first
 KEYWORDS = tuple(name for name in FIELDS if name not in LAUNCHER_FIELDS)

@@ -172,6 +172,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         True
     )
     async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
+    enable_chunked_prefill: Annotated[
+        bool, Meta(description="compute prompts in pieces; there is no other way here, so it cannot be off")
+    ] = True
+    enable_prompt_tokens_details: Annotated[
+        bool, Meta(description="tell in the usage how many prompt tokens were cached; it cannot be off")
+    ] = True
     enforce_eager: Annotated[
         bool,
         Meta(description="launch decode steps kernel by kernel and not as CUDA graphs; without effect on the CPU"),
@@ -192,6 +198,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " octavo or vllm (none), or a directory"
         ),
     ] = "auto"
+    chat_template: Annotated[
+        str,
+        Meta(
+            description="a file with a chat template (Jinja), or the template itself, in place of the model's"
+            " (default: the model's)"
+        ),
+    ] = ""
     trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False
     num_threads: (
         Annotated[
@@ -263,6 +276,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if self.metrics_port is not None and self.metrics_port == self.port != 0:
             raise ValueError(f"metrics_port and port are both {self.port}: the metrics need a port of their own")
+        if not self.enable_chunked_prefill:
+            raise ValueError(
+                "enable_chunked_prefill cannot be off: prompts are always computed in chunks, of max_num_batched_tokens"
+                " at most"
+            )
+        if not self.enable_prompt_tokens_details:
+            raise ValueError("enable_prompt_tokens_details cannot be off: every usage has them")
         if self.rank >= self.tensor_parallel_size:
             raise ValueError(
                 f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}):"
@@ -279,7 +299,7 @@ SYNONYMS: dict[tuple[str, str], str] = {
 }
 # Children other than the gateway never see these.
 SECRETS = ("api_key",)
-SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
+SHORT_FLAGS = {"tensor_parallel_size": ("-tp",), "shutdown_timeout_s": ("--shutdown-timeout",)}
 
 
 def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | None = None) -> Config:

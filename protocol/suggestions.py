@@ -27,8 +27,6 @@ OTHER_NAMES = {
 NO_CHOICE = {
     "disable_log_requests": "requests are not logged",
     "disable_log_stats": "the figures are at /metrics, not in the log",
-    "enable_chunked_prefill": "prompts are always computed in chunks, of max_num_batched_tokens at most",
-    "no_enable_chunked_prefill": "prompts are always computed in chunks, of max_num_batched_tokens at most",
     "swap_space": "the KV cache is not swapped out: a sequence that is preempted is computed again",
     "dp": "start one server a replica",
     "data_parallel_size": "start one server a replica",

@@ -1,5 +1,6 @@
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,26 @@ def test_what_is_missing_is_named(directory: Path) -> None:
     (directory / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json does not exist"):
         read(directory)
+
+
+GIVEN_TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_a_chat_template_may_be_given_as_a_file_or_as_itself(directory: Path, tmp_path: Path, as_file: bool) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text(GIVEN_TEMPLATE)
+    assert chat_text(read(directory, chat_template=str(path) if as_file else GIVEN_TEMPLATE)) == "[hi]"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("/nowhere/mine.jinja", "chat_template: there is no file /nowhere/mine.jinja"),
+        ("chatml", "there is no file chatml"),
+        ("{% for %}", "Put right what --chat-template gives"),
+    ],
+)
+def test_a_given_chat_template_that_cannot_be_used_stops_the_start(directory: Path, given: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        read(directory, chat_template=given)

@@ -11,6 +11,7 @@ import pytest
 
 from octavo import __version__
 from octavo.cli import build_parser, main
+from octavo.commands.flags import read_config
 from octavo.resolve import resolve_model
 from octavo.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
@@ -39,6 +40,8 @@ def test_help_of_serve_names_every_setting_a_person_may_change(capsys: pytest.Ca
         (["serve", "--port", "http"], "port cannot be 'http'"),
         (["serve", "--block-size", "0"], "block_size cannot be 0"),
         (["serve", "a", "--model", "b"], "the model is given twice"),
+        (["serve", "--no-enable-chunked-prefill"], "enable_chunked_prefill cannot be off"),
+        (["serve", "--no-enable-prompt-tokens-details"], "every usage has them"),
         (["serv"], "serve"),
     ],
 )
@@ -256,3 +259,12 @@ def test_who_reads_no_more_ends_the_command() -> None:
 def test_an_error_reaches_nobody_where_all_streams_are_closed() -> None:
     shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-m", "octavo", "env"]
     assert subprocess.run(shell, check=False).returncode == 1
+
+
+def test_flags_of_vllm_s_that_say_what_is_the_case_are_taken() -> None:
+    flags = build_parser("serve").parse_args(
+        ["serve", "--enable-chunked-prefill", "--enable-prompt-tokens-details", "--shutdown-timeout", "9"]
+    )
+    config = read_config(vars(flags))
+    assert (config.enable_chunked_prefill, config.enable_prompt_tokens_details) == (True, True)
+    assert config.shutdown_timeout_s == 9

@@ -12,6 +12,7 @@ from octavo.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STABLE_AFTER_S,
+    STOP_GRACE_S,
     Backoff,
     Child,
     Process,
@@ -165,3 +166,28 @@ def test_lives_that_end_before_they_beat_are_counted_until_one_does() -> None:
             child.revive(now_s + LONGEST_BACKOFF_S)
     assert counts == [1, 2, 0, 1]
     child.end()
+
+
+def test_a_gateway_has_longer_to_end_by_what_its_streams_are_given() -> None:
+    slow = (
+        "import signal, sys, time; signal.signal(15, lambda *_: (time.sleep(0.3), sys.exit(7)));"
+        "print(flush=True); time.sleep(60)"
+    )
+
+    def start() -> list[Process]:
+        process = Process([sys.executable, "-S", "-c", slow], stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        return [process]
+
+    for stop_grace_s, status in ((0.05, -signal.SIGKILL), (20.0, 7)):
+        child = Child("gateway", start, 60.0, stop_grace_s)
+        child.end()
+        assert child.processes[0].returncode == status
+
+
+@pytest.mark.parametrize(("role", "expected_s"), [("gateway", STOP_GRACE_S + 30), ("scheduler", STOP_GRACE_S)])
+def test_the_wait_for_streams_is_the_gateway_s_alone(role: str, expected_s: float) -> None:
+    processes = Processes(Config(model="m", shutdown_timeout_s=30), ())
+    assert processes.stop_grace_s(role) == expected_s

@@ -10,7 +10,6 @@ from protocol.suggestions import suggestion
 WITHOUT_A_LIKENESS = [
     "--all2all-backend",
     "--api-server-count",
-    "--chat-template",
     "--compilation-config",
     "--config",
     "--convert",
@@ -49,7 +48,6 @@ WITHOUT_A_LIKENESS = [
     "--profiler-config",
     "--reasoning-parser",
     "--revision",
-    "--root-path",
     "--runner",
     "--scheduling-policy",
     "--spec-model",
@@ -89,7 +87,6 @@ def test_nothing_is_suggested_for_what_there_is_not(flag: str, capsys: pytest.Ca
         ("--uvicorn-log-level", "did you mean --log-level?"),
         ("--num-gpu-blocks-override", "did you mean --kv-cache-memory-bytes?"),
         ("--swap-space", "computed again"),
-        ("--enable-chunked-prefill", "always computed in chunks"),
         ("-pp", "divided by tensor_parallel_size only"),
         ("--data-parallel-size", "one server a replica"),
     ],
