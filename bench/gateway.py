@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,8 @@ class Outcome(NamedTuple):
 def open_rig(model: str | None, num_streams: int, step_s: float) -> Iterator["Rig"]:
     """Yield a gateway that is ready, and what is around it. Raises ModelError or LaunchError."""
     directory = resolve_model(model, needs_weights=False).directory
-    with socket_directory() as sockets, closing(Tokenizer(directory)) as tokenizer:
+    with socket_directory() as sockets:
+        tokenizer = Tokenizer(directory)
         config = Config(model=str(directory), frontend_address=f"ipc://{sockets}/frontend", port=0, log_level="warning")
         config = with_ports(config)
         token_ids = tokenizer.encode_now(TEXT, add_special_tokens=False)

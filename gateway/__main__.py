@@ -58,6 +58,8 @@ def main() -> int:
     config, heart = start_process(
         "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
     )
+    # Else all encodings share the library's threads, and short ones wait there for long ones.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         if not config.model:
             raise ValueError("no model: set --model to its directory")

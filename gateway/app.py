@@ -16,6 +16,7 @@ from gateway.auth import Authentication
 from gateway.body_limits import Bodies, BodyTimes
 from gateway.chat import chat_completions
 from gateway.completions import completions
+from gateway.encodings import Encodings
 from gateway.engine import Engine, scheduler_addresses, scheduler_clients
 from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
@@ -141,10 +142,11 @@ def _lifespan(
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
             # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
             await engine.first_answer(FIRST_ANSWER_S)
+            encodings = Encodings()
             bodies = Bodies(config.max_held_body_bytes, body_times)
-            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s, bodies)}
+            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s, bodies, encodings)}
             watching.cancel()
             metrics.registry.unregister(reports)
-        files.tokenizer.close()
+        encodings.close()
 
     return lifespan

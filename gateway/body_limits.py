@@ -41,7 +41,8 @@ class Place:
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._num_bytes = 0
+        self._num_bytes = 0  # counted
+        self.num_bytes = 0  # of the body, as far as it has come
 
     @property
     def times(self) -> BodyTimes:
@@ -63,6 +64,7 @@ class Place:
     def hold(self, num_bytes: int) -> None:
         """Hold `num_bytes` in all. Raises RequestError (429) if there is no room for them."""
         self.check(num_bytes)
+        self.num_bytes = num_bytes
         counted = max(0, num_bytes - FREE_BYTES)
         self._bodies.num_bytes += counted - self._num_bytes
         self._num_bytes = counted

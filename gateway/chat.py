@@ -13,7 +13,8 @@ from gateway.body_limits import Place
 from gateway.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from gateway.choices import Choices, generation_requests
 from gateway.delta import Whole
-from gateway.engine import Delta, TokenLogprob
+from gateway.encodings import Steps
+from gateway.engine import Delta, GenerationRequest, TokenLogprob
 from gateway.errors import RequestError
 from gateway.logprobs import chat_logprobs
 from gateway.openai_responses import (
@@ -24,6 +25,7 @@ from gateway.openai_responses import (
     ChatDelta,
     ChatLogprobs,
     RunningUsage,
+    Usage,
     encode,
     system_fingerprint,
 )
@@ -35,9 +37,10 @@ from gateway.openai_types import (
     usage_options,
     wanted_tokens,
 )
-from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params
+from gateway.sampling import check_text_length, resolve_max_tokens, sampling_params, too_many_tokens
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
+from gateway.tokenizer import TooManyTokens
 from protocol.messages import Ready
 from protocol.sampling import SamplingParams
 
@@ -68,25 +71,35 @@ def check_chat(body: ChatRequest) -> None:
 
 async def _answer(service: Service, tenant: str, body: ChatRequest, place: Place, arrived_s: float) -> Response:
     model, ready = service.model_name(body.model), service.ready()
-    token_ids = await _encode_messages(service, body, ready)
+    response_id = new_response_id("chatcmpl")
+    steps = _prepare(service, body, ready, response_id, tenant)
+    requests = await service.encodings.run(steps, place.num_bytes)
     body.messages = []  # the tokens stand for them from here on
     place.give_back()
-    sampling = _sampling(service, body, ready, len(token_ids))
-    response_id = new_response_id("chatcmpl")
-    requests = generation_requests(body, response_id, tenant, [token_ids], [sampling])
     choices = await Choices.start(service.engine, requests, n=body.n or 1, metrics=service.metrics, arrived_s=arrived_s)
-    renderer = _Renderer(service, body, len(token_ids), response_id, model, system_fingerprint(ready))
+    renderer = _Renderer(
+        service, body, len(requests[0].prompt.token_ids), response_id, model, system_fingerprint(ready)
+    )
     if body.stream:
         return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:
-        return Response(encode(await renderer.whole(choices)), media_type="application/json")
+        return Response(await renderer.whole(choices), media_type="application/json")
     finally:
         choices.close()
 
 
-async def _encode_messages(service: Service, body: ChatRequest, ready: Ready) -> list[int]:
-    chat = await asyncio.to_thread(render_chat, service.files.chat_template, body, ready.max_model_len)
-    return await service.files.tokenizer.encode_chat(chat)
+def _prepare(
+    service: Service, body: ChatRequest, ready: Ready, response_id: str, tenant: str
+) -> Steps[list[GenerationRequest]]:
+    """Return, in steps, what to start. Raises RequestError."""
+    chat = render_chat(service.files.chat_template, body, ready.max_model_len)
+    yield
+    try:
+        token_ids = yield from service.files.tokenizer.encode_chat_steps(chat, max_tokens=ready.max_model_len)
+    except TooManyTokens as error:
+        raise too_many_tokens(error.at_least, ready.max_model_len, "messages") from None
+    sampling = _sampling(service, body, ready, len(token_ids))
+    return generation_requests(body, response_id, tenant, [token_ids], [sampling])
 
 
 def render_chat(template: ChatTemplate, body: ChatRequest, max_model_len: int) -> RenderedChat:
@@ -157,9 +170,15 @@ class _Renderer:
         self._running = RunningUsage([num_prompt_tokens] * (body.n or 1)) if continuous else None
         self._id, self._created, self._model, self._fingerprint = response_id, int(time.time()), model, fingerprint
 
-    async def whole(self, choices: Choices) -> ChatCompletion:
-        wholes = [self._choice(index, whole) for index, whole in enumerate(await choices.collect())]
-        return ChatCompletion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
+    async def whole(self, choices: Choices) -> bytes:
+        collected = await choices.collect()
+        if self._logprobs_wanted:  # of a hundred thousand tokens they take seconds
+            return await asyncio.to_thread(self._whole, collected, choices.usage())
+        return self._whole(collected, choices.usage())
+
+    def _whole(self, collected: list[Whole], usage: Usage) -> bytes:
+        wholes = [self._choice(index, whole) for index, whole in enumerate(collected)]
+        return encode(ChatCompletion(self._id, self._created, self._model, self._fingerprint, wholes, usage))
 
     def _choice(self, index: int, whole: Whole) -> ChatChoice:
         logprobs = self._logprobs(whole.logprobs or [])

@@ -34,6 +34,18 @@ class RenderedChat:
     text: str
     placeholders: Mapping[str, str]  # placeholder: what it stands for
 
+    @property
+    def shown(self) -> str:
+        """The prompt as the user and the template wrote it, in which nobody sees who wrote a control token."""
+        return self.with_placeholders(self.text)
+
+    def with_placeholders(self, text: str) -> str:
+        """Return `text` with what placeholders stand for in their places."""
+        if not self.placeholders:
+            return text
+        pattern = re.compile("|".join(map(re.escape, self.placeholders)))  # none is a part of another
+        return pattern.sub(lambda match: self.placeholders[match[0]], text)
+
 
 class ChatTemplate:
     """Renders conversations with transformers' own renderer, which is the one that templates are written for."""

@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from gateway.body import decode_body, read_body
 from gateway.body_limits import Place
 from gateway.choices import Choices, generation_requests
 from gateway.delta import Delta, TokenLogprob, Whole
+from gateway.encodings import Steps
+from gateway.engine import GenerationRequest
 from gateway.errors import RequestError
 from gateway.logprobs import CompletionLogprobsWriter, joined
 from gateway.openai_responses import (
@@ -20,6 +23,7 @@ from gateway.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     RunningUsage,
+    Usage,
     encode,
     system_fingerprint,
 )
@@ -33,20 +37,22 @@ from gateway.openai_types import (
 )
 from gateway.sampling import (
     DEFAULT_MAX_TOKENS,
-    check_text_length,
     check_token_ids,
     resolve_max_tokens,
     sampling_params,
+    too_many_tokens,
 )
 from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
+from gateway.text_cuts import SLICE_CHARACTERS
+from gateway.tokenizer import TooManyTokens
 from protocol.messages import Ready
 from protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    text: str | None  # None: it was given as ids
+    text: str | None  # None: it was given as ids, or nobody will ask for it
     token_ids: list[int]
 
 
@@ -61,20 +67,18 @@ async def completions(request: Request) -> Response:
 
 async def _answer(service: Service, tenant: str, body: CompletionRequest, place: Place, arrived_s: float) -> Response:
     model, ready, n = service.model_name(body.model), service.ready(), body.n or 1
-    given = split_prompts(body.prompt, n)
     response_id = new_response_id("cmpl")
-    prompts, samplings = [], []
-    for prompt in given:  # one after the other: the first that is too long ends the work, and others get a turn
-        prompts.append(await _encode_prompt(service, body, ready, prompt))
-        samplings.append(_sampling(service, body, ready, len(prompts[-1].token_ids)))
-    requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
+    steps = _prepare(service, body, ready, response_id, tenant)
+    prompts, requests = await service.encodings.run(steps, place.num_bytes)
+    body.prompt = None  # the tokens stand for it from here on
+    place.give_back()
     choices = await Choices.start(service.engine, requests, n=n, metrics=service.metrics, arrived_s=arrived_s)
     by_choice = [prompts[index // n] for index in range(len(requests))]
     renderer = _Renderer(service, body, by_choice, response_id, model, system_fingerprint(ready))
     if body.stream:
         return EventStream(renderer.events(choices), choices.close, service.keep_alive_s)
     try:
-        return Response(encode(await renderer.whole(choices)), media_type="application/json")
+        return Response(await renderer.whole(choices), media_type="application/json")
     finally:
         choices.close()
 
@@ -116,15 +120,36 @@ def _wrong_prompt(path: str) -> RequestError:
     return RequestError(message, param=path, code="invalid_type")
 
 
-async def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready, prompt: str | list[int]) -> Prompt:
+def _prepare(
+    service: Service, body: CompletionRequest, ready: Ready, response_id: str, tenant: str
+) -> Steps[tuple[list[Prompt], list[GenerationRequest]]]:
+    """Return, in steps, the prompts and what to start for them. Raises RequestError; the first wrong one ends it."""
+    prompts, samplings, num_characters = [], [], 0
+    for given in split_prompts(body.prompt, body.n or 1):
+        prompt = yield from _encode_prompt(service, body, ready, given)
+        prompts.append(prompt)
+        samplings.append(_sampling(service, body, ready, len(prompt.token_ids)))
+        num_characters += len(given)
+        if num_characters >= SLICE_CHARACTERS:
+            num_characters = 0
+            yield
+    requests = generation_requests(body, response_id, tenant, [prompt.token_ids for prompt in prompts], samplings)
+    return prompts, requests
+
+
+def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready, prompt: str | list[int]) -> Steps[Prompt]:
     if isinstance(prompt, list):
         check_token_ids(prompt, ready.vocab_size, "prompt")
         return Prompt(None, prompt)
-    check_text_length(len(prompt), ready.max_model_len, "prompt")
-    token_ids = await service.files.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+    adds = body.add_special_tokens is not False
+    steps = service.files.tokenizer.encode_steps(prompt, add_special_tokens=adds, max_tokens=ready.max_model_len)
+    try:
+        token_ids = yield from steps
+    except TooManyTokens as error:
+        raise too_many_tokens(error.at_least, ready.max_model_len, "prompt") from None
     if not token_ids:
         raise RequestError("prompt is empty", param="prompt", code="invalid_value")
-    return Prompt(prompt, token_ids)
+    return Prompt(prompt if body.echo else None, token_ids)
 
 
 def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
@@ -176,9 +201,15 @@ class _Renderer:
             for _ in prompts
         ]
 
-    async def whole(self, choices: Choices) -> Completion:
-        wholes = [self._choice(index, whole) for index, whole in enumerate(await choices.collect())]
-        return Completion(self._id, self._created, self._model, self._fingerprint, wholes, choices.usage())
+    async def whole(self, choices: Choices) -> bytes:
+        collected = await choices.collect()
+        if self._logprobs_wanted or self._prompts:  # of a hundred thousand tokens they take seconds
+            return await asyncio.to_thread(self._whole, collected, choices.usage())
+        return self._whole(collected, choices.usage())
+
+    def _whole(self, collected: list[Whole], usage: Usage) -> bytes:
+        wholes = [self._choice(index, whole) for index, whole in enumerate(collected)]
+        return encode(Completion(self._id, self._created, self._model, self._fingerprint, wholes, usage))
 
     def _choice(self, index: int, whole: Whole) -> CompletionChoice:
         echoed = self._echo(index, whole.prompt_logprobs)
@@ -201,8 +232,8 @@ class _Renderer:
         async for index, delta in choices:
             if index not in text_writers:
                 text_writers[index] = writer.text(partial(CompletionChoice, index))
-                if echoed := self._echo(index, delta.prompt_logprobs):
-                    yield writer.choice(echoed, self._running and self._running.of(index))
+                if self._prompts is not None:
+                    yield await asyncio.to_thread(self._echo_chunk, writer, index, delta.prompt_logprobs)
             if self._running and (delta.text or delta.token_ids or delta.finish_reason):
                 self._running.add(index, len(delta.token_ids), delta.num_cached_tokens)
                 yield writer.choice(self._chunk(index, delta), self._running.of(index))
@@ -218,8 +249,12 @@ class _Renderer:
         logprobs = self._logprobs(index, delta.token_ids, delta.logprobs or [])
         return CompletionChoice(index, delta.text, logprobs, delta.finish_reason, delta.stop_reason)
 
+    def _echo_chunk(self, writer: ChunkWriter, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> bytes:
+        """Return the chunk that repeats the prompt."""
+        return writer.choice(self._echo(index, prompt_logprobs), self._running and self._running.of(index))
+
     def _echo(self, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> CompletionChoice | None:
-        """Return the chunk that repeats the prompt, if it is wanted."""
+        """Return what repeats the prompt, if it is wanted."""
         if self._prompts is None:
             return None
         prompt = self._prompts[index]

@@ -2,21 +2,20 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeVar
 
 import msgspec
 
 from gateway.errors import RequestError
 from gateway.generation_config import SamplingDefaults
+from gateway.least_tokens import MAX_CHARACTERS_PER_TOKEN
 from gateway.openai_types import CommonRequest, stop_strings
 from gateway.tokenizer import Tokenizer
 from protocol.sampling import SamplingParams
 
 MASK_64 = 2**64 - 1
 DEFAULT_MAX_TOKENS = 16  # of a completion
-# Longer text is refused before it is tokenized: no tokenizer's average token comes near.
-MAX_CHARACTERS_PER_TOKEN = 256
 
 Value = TypeVar("Value", int, float)
 
@@ -96,11 +95,17 @@ def resolve_max_tokens(
 
 
 def check_text_length(num_characters: int, max_model_len: int, prompt_is: str) -> None:
-    """Raise RequestError for text that can only be too long, so that nobody has to tokenize it."""
+    """Raise RequestError for messages that can only be too long, so that no template has to render them."""
     if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
         raise context_length_exceeded(
             max_model_len, f"the prompt has {num_characters} characters, more than that many tokens can have", prompt_is
         )
+
+
+def too_many_tokens(at_least: int, max_model_len: int, prompt_is: str) -> RequestError:
+    """Return the error for a prompt that was not encoded to its end."""
+    reason = f"the prompt has at least {at_least} tokens, which leaves no room to generate"
+    return context_length_exceeded(max_model_len, reason, prompt_is)
 
 
 def context_length_exceeded(max_model_len: int, reason: str, param: str) -> RequestError:
@@ -109,10 +114,10 @@ def context_length_exceeded(max_model_len: int, reason: str, param: str) -> Requ
     return RequestError(message, param=param, code="context_length_exceeded")
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Raise RequestError that names the first id outside of the vocabulary."""
-    wrong = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if wrong is not None:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         shown = wrong if abs(wrong) < 2**64 else "of more than 64 bits"
         message = f"{param}: token id {shown} is not in the vocabulary (0 to {vocab_size - 1})"
         raise RequestError(message, param=param, code="invalid_token_id")
@@ -144,5 +149,5 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> tuple[tuple[int, f
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
             message = f"logit_bias: {key[:40]!r} is not a token id"
             raise RequestError(message, param="logit_bias", code="invalid_token_id")
-    check_token_ids(map(int, biases), vocab_size, "logit_bias")
+    check_token_ids([int(key) for key in biases], vocab_size, "logit_bias")
     return tuple(sorted((int(key), bias) for key, bias in biases.items()))

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.body_limits import Bodies
+from gateway.encodings import Encodings
 from gateway.engine import Engine
 from gateway.errors import STATUS_CLIENT_CLOSED, RequestError, unavailable
 from gateway.metrics import Metrics
@@ -29,6 +30,7 @@ class Service:
     seeds: random.Random
     keep_alive_s: float
     bodies: Bodies
+    encodings: Encodings
 
     def model_name(self, asked: str | None) -> str:
         """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""

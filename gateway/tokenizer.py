@@ -1,9 +1,9 @@
 """Text to token ids, and token ids back to text."""
 
-import asyncio
+import math
 import re
 import secrets
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,19 +14,28 @@ import tokenizers
 from gateway.byte_level import BYTES_OF_CHARACTERS
 from gateway.chat_template import RenderedChat
 from gateway.detokenizer import Detokenizer
+from gateway.encodings import Steps, finished
+from gateway.least_tokens import LeastTokens
+from gateway.text_cuts import SLICE_CHARACTERS, find_cuts, slices
 from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
 
-NUM_THREADS = 4
+
+class TooManyTokens(ValueError):  # noqa: N818  (what a text has)
+    """A text that has at least `at_least` tokens, which is more than was allowed; how many, nobody knows."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
 
 
 class Tokenizer:
-    """The model's tokenizer.json. Encoding runs in threads of its own, away from the event loop."""
+    """The model's tokenizer.json. Several threads may use it at once."""
 
     def __init__(self, directory: Path) -> None:
         """Raises ValueError if `directory` has no usable tokenizer.json."""
-        self._path = directory / "tokenizer.json"
-        content = _read(self._path)
-        self._tokenizer = _load(content, self._path)
+        self.path = directory / "tokenizer.json"
+        content = _read(self.path)
+        self._tokenizer = _load(content, self.path)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token_id: token for token_id, token in added.items() if token.special}
         self.special_token_ids = frozenset(special)
@@ -36,40 +45,47 @@ class Tokenizer:
         self._normalizes_control_tokens = self._tokenizer.normalizer is not None and any(
             token.normalized for token in special.values()
         )
-        self._bos_id = self._find_bos()
-        self._decoder_kinds = _kinds(msgspec.json.decode(content, type=_Described).decoder or {})
+        described = msgspec.json.decode(content)
+        self._cut, self._least = find_cuts(described), LeastTokens(described)
+        self._around = self._find_around()
+        self._decoder_kinds = _kinds(described.get("decoder") or {})
         # Bytes follow one another, and nothing else is done to them: only a character that is cut has neighbours.
         self._texts: dict[int, str] | None = {} if self._decoder_kinds == {"ByteLevel"} else None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a raw prompt: control tokens in it count, and the tokenizer's own BOS is added once.
+    def encode_steps(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> Steps[list[int]]:
+        """Return, in steps, the ids of a raw prompt: control tokens in it count, and the tokenizer's BOS is added once.
 
-        Raises ValueError if `text` is not valid Unicode.
+        Raises ValueError if `text` is not valid Unicode, TooManyTokens as soon as there are more than `max_tokens`.
+        That is not always known before the end: the result may have more as well.
         """
-        return await self._in_thread(self.encode_now, text, add_special_tokens)
+        before, behind = self._around if add_special_tokens else ([], [])
+        yield from self._check_least(text, max_tokens)
+        token_ids = yield from self._encode(self._tokenizer, text, max_tokens)
+        if len(before) == 1 and before[0] in self.special_token_ids and token_ids[:1] == before:
+            before = []  # the text began with it
+        return before + token_ids + behind
 
-    async def encode_chat(self, chat: RenderedChat) -> list[int]:
-        """Return the ids of a rendered chat: control tokens count where the template wrote them, nowhere else.
+    def encode_chat_steps(self, chat: RenderedChat, *, max_tokens: int | None = None) -> Steps[list[int]]:
+        """Return, in steps, the ids of a chat: control tokens count where the template wrote them, nowhere else.
 
-        No BOS is added: the template writes it. Raises ValueError if the text is not valid Unicode.
+        No BOS is added: the template writes it. Raises as `encode_steps` does.
         """
-        return await self._in_thread(self.encode_chat_now, chat)
+        yield from self._check_least(chat.shown, max_tokens)
+        if chat.placeholders or self._normalizes_control_tokens:
+            tokenizer, text = self._unforgeable.tokenizer, self._unforgeable.renamed(chat)
+        else:
+            tokenizer, text = self._tokenizer, chat.text
+        return (yield from self._encode(tokenizer, text, max_tokens))
 
-    def encode_now(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Do what `encode` does, in this thread."""
-        _check_unicode(text)
-        token_ids = _encode(self._tokenizer, text, add_special_tokens=add_special_tokens)
-        if add_special_tokens and self._bos_id is not None and token_ids[:2] == [self._bos_id, self._bos_id]:
-            del token_ids[0]  # the text began with it
-        return token_ids
+    def encode_now(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Do all the steps of `encode_steps`."""
+        return finished(self.encode_steps(text, add_special_tokens=add_special_tokens, max_tokens=max_tokens))
 
-    def encode_chat_now(self, chat: RenderedChat) -> list[int]:
-        """Do what `encode_chat` does, in this thread."""
-        _check_unicode(chat.text)
-        if not chat.placeholders and not self._normalizes_control_tokens:
-            return _encode(self._tokenizer, chat.text, add_special_tokens=False)
-        return self._unforgeable.encode(chat)
+    def encode_chat_now(self, chat: RenderedChat, *, max_tokens: int | None = None) -> list[int]:
+        """Do all the steps of `encode_chat_steps`."""
+        return finished(self.encode_chat_steps(chat, max_tokens=max_tokens))
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; ids that the tokenizer does not have, have none."""
@@ -103,23 +119,47 @@ class Tokenizer:
             return token.replace("\u2581", " ").encode()
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
-    def close(self) -> None:
-        """End the threads; what they were asked for is done first."""
-        self._threads.shutdown()
+    def _check_least(self, text: str, max_tokens: int | None) -> Generator[None, None, None]:
+        """Raise TooManyTokens for a text that can only have too many."""
+        if max_tokens is None or len(text) <= max(max_tokens, SLICE_CHARACTERS):  # soon encoded
+            return
+        least = 0.0
+        for start in range(0, len(text), SLICE_CHARACTERS):
+            least += self.least_tokens(_unicode(text, start, start + SLICE_CHARACTERS))
+            if least > max_tokens:
+                raise TooManyTokens(math.ceil(least))
+            yield
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> list[int]:
-        result: list[int] = await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)
-        return result
+    def least_tokens(self, part: str) -> float:
+        """Return what a part of a text adds to the number of tokens that it has at least."""
+        return self._least.of(part)
 
-    def _find_bos(self) -> int | None:
-        """Return the id that the tokenizer puts before every text, if it does."""
+    def _encode(
+        self, tokenizer: tokenizers.Tokenizer, text: str, max_tokens: int | None
+    ) -> Generator[None, None, list[int]]:
+        token_ids: list[int] = []
+        for start, end in slices(text, self._cut):
+            if start == 0:
+                token_ids = _encode(tokenizer, _unicode(text, 0, end))
+                continue
+            if max_tokens is not None and len(token_ids) > max_tokens:
+                raise TooManyTokens(len(token_ids))
+            yield
+            # Not the start of a text: what is done there alone is done to the character before the cut.
+            num_before = len(_encode(tokenizer, text[start - 1]))
+            token_ids += _encode(tokenizer, _unicode(text, start - 1, end))[num_before:]
+        return token_ids
+
+    def _find_around(self) -> tuple[list[int], list[int]]:
+        """Return the ids that the tokenizer puts before and behind every text."""
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         token_ids = self._tokenizer.encode("a", add_special_tokens=True).ids
-        return token_ids[0] if token_ids and token_ids[0] in self.special_token_ids and token_ids != plain else None
+        place = next(i for i in range(len(token_ids) + 1) if token_ids[i : i + len(plain)] == plain)
+        return token_ids[:place], token_ids[place + len(plain) :]
 
     @cached_property
     def _unforgeable(self) -> "UnforgeableTokenizer":
-        return UnforgeableTokenizer(self._path, self.control_tokens)
+        return UnforgeableTokenizer(self.path, self.control_tokens)
 
 
 class UnforgeableTokenizer:
@@ -131,20 +171,11 @@ class UnforgeableTokenizer:
         self._pattern = _any_of(control_tokens)
         content = msgspec.json.decode(_read(path))
         # The ids stay: they are in the vocabulary, or follow it in the order of the added tokens.
-        self._tokenizer = _load(msgspec.json.encode(_renamed(content, self._names)), path)
+        self.tokenizer = _load(msgspec.json.encode(_renamed(content, self._names)), path)
 
-    def encode(self, chat: RenderedChat) -> list[int]:
-        """Return the ids of `chat`: outside the placeholders control tokens count, inside they are text."""
-        text = self._pattern.sub(lambda match: self._names[match[0]], chat.text)
-        if chat.placeholders:
-            text = _any_of(tuple(chat.placeholders)).sub(lambda match: chat.placeholders[match[0]], text)
-        return _encode(self._tokenizer, text, add_special_tokens=False)
-
-
-class _Described(msgspec.Struct):
-    """The part of a tokenizer.json that tells how bytes are spelled."""
-
-    decoder: dict[str, Any] | None = None
+    def renamed(self, chat: RenderedChat) -> str:
+        """Return the text of `chat` for this tokenizer: outside the placeholders control tokens count, inside not."""
+        return chat.with_placeholders(self._pattern.sub(lambda match: self._names[match[0]], chat.text))
 
 
 def _read(path: Path) -> bytes:
@@ -170,9 +201,9 @@ def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
     """Return the ids of `text`. Of the library's ways to encode, only those of batches release the GIL."""
-    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     token_ids: list[int] = encoding.ids
     return token_ids
 
@@ -200,12 +231,14 @@ def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
-def _check_unicode(text: str) -> None:
-    """Raise ValueError if `text` has half of a surrogate pair, which is no character."""
+def _unicode(text: str, start: int, end: int) -> str:
+    """Return a part of `text`. Raises ValueError if it has half of a surrogate pair, which is no character."""
+    part = text[start:end]
     try:
-        text.encode()
+        part.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the text is not valid Unicode at character {error.start}") from None
+        raise ValueError(f"the text is not valid Unicode at character {start + error.start}") from None
+    return part
 
 
 def _kinds(decoder: dict[str, Any]) -> set[str]:

@@ -192,7 +192,6 @@ class LocalEngine:
         processes.start()
         self._require_open()
         self.files = self._read_files()  # meanwhile
-        self._resources.callback(self.files.tokenizer.close)
         self._require_open()
         try:
             self._wait_until_ready(processes, self._start_thread())

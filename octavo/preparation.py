@@ -19,12 +19,13 @@ from gateway.model_files import ModelFiles
 from gateway.openai_types import ChatRequest, without_nulls
 from gateway.sampling import (
     DEFAULT_MAX_TOKENS,
-    check_text_length,
     check_token_ids,
     resolve_max_tokens,
     sampling_params,
+    too_many_tokens,
     unsigned_seed,
 )
+from gateway.tokenizer import TooManyTokens
 from octavo.sampling_params import SamplingParams
 from protocol import sampling
 from protocol.messages import Ready
@@ -86,11 +87,9 @@ class Preparation:
         with _as_value_error():
             body = _chat_request(fields)
             chat = render_chat(self._files.chat_template, body, self._ready.max_model_len)
-            token_ids = self._files.tokenizer.encode_chat_now(chat)
-            text = chat.text
-            for placeholder, written in chat.placeholders.items():
-                text = text.replace(placeholder, written)
-            return self._request(text, token_ids, params, request_id)
+            with self._as_too_long("messages"):
+                token_ids = self._files.tokenizer.encode_chat_now(chat, max_tokens=self._ready.max_model_len)
+            return self._request(chat.shown, token_ids, params, request_id)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the model's generation_config.json says."""
@@ -101,11 +100,18 @@ class Preparation:
         """Return the text and the ids of a prompt of any form."""
         given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
-            check_text_length(len(given), self._ready.max_model_len, "prompt")
-            return given, self._files.tokenizer.encode_now(given)
+            with self._as_too_long("prompt"):
+                return given, self._files.tokenizer.encode_now(given, max_tokens=self._ready.max_model_len)
         token_ids = _token_ids(given)
         check_token_ids(token_ids, self._ready.vocab_size, "prompt_token_ids")
         return None, token_ids
+
+    @contextmanager
+    def _as_too_long(self, prompt_is: str) -> Iterator[None]:
+        try:
+            yield
+        except TooManyTokens as error:
+            raise too_many_tokens(error.at_least, self._ready.max_model_len, prompt_is) from None
 
     def _request(
         self, text: str | None, token_ids: list[int], params: SamplingParams, request_id: str | None

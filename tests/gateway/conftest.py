@@ -1,6 +1,5 @@
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,19 @@ MAX_MODEL_LEN = 512
 
 
 @pytest.fixture(scope="session")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    with closing(Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))) as tokenizer:
-        yield tokenizer
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_byte_level_model(tmp_path_factory.mktemp("byte_level")))
 
 
 @pytest.fixture(scope="session")
-def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    with closing(Tokenizer(write_metaspace_model(tmp_path_factory.mktemp("metaspace")))) as tokenizer:
-        yield tokenizer
+def metaspace(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_metaspace_model(tmp_path_factory.mktemp("metaspace")))
 
 
 @pytest.fixture(scope="session")
-def demo(demo_directory: Path) -> Iterator[Tokenizer]:
+def demo(demo_directory: Path) -> Tokenizer:
     """The demo model's tokenizer."""
-    with closing(Tokenizer(demo_directory)) as tokenizer:
-        yield tokenizer
+    return Tokenizer(demo_directory)
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,8 @@ from tests.fakes.toy_model import expected_output
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tokenizer]:
-    made = Tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-    yield made
-    made.close()
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_tiny_model(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ def directory(tmp_path: Path) -> Path:
 
 def read(directory: Path, **settings: str) -> ModelFiles:
     files = read_model_files(Config(model=str(directory), **settings))
-    files.tokenizer.close()
     return files
 
 

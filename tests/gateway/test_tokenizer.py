@@ -1,4 +1,3 @@
-import asyncio
 import json
 import subprocess
 import sys
@@ -30,25 +29,25 @@ def render(tokenizer: Tokenizer, content: str) -> RenderedChat:
 
 
 async def test_a_raw_prompt_gets_the_tokenizers_bos_once(metaspace: Tokenizer) -> None:
-    assert (await metaspace.encode("hello"))[0] == 1
-    assert await metaspace.encode("<s>hello") == [
+    assert (metaspace.encode_now("hello"))[0] == 1
+    assert metaspace.encode_now("<s>hello") == [
         1,
-        *(await metaspace.encode("<s>hello", add_special_tokens=False))[1:],
+        *(metaspace.encode_now("<s>hello", add_special_tokens=False))[1:],
     ]
-    assert (await metaspace.encode("<s>hello")).count(1) == 1
-    assert (await metaspace.encode("")) == [1]
+    assert (metaspace.encode_now("<s>hello")).count(1) == 1
+    assert (metaspace.encode_now("")) == [1]
 
 
 async def test_a_raw_prompt_gets_no_bos_where_the_tokenizer_adds_none(demo: Tokenizer) -> None:
-    assert await demo.encode("hello") == await demo.encode("hello", add_special_tokens=False)
+    assert demo.encode_now("hello") == demo.encode_now("hello", add_special_tokens=False)
 
 
 async def test_control_tokens_count_in_a_raw_prompt(tokenizer: Tokenizer) -> None:
-    assert tokenizer.token_id("<|im_end|>") in await tokenizer.encode(FORGED)
+    assert tokenizer.token_id("<|im_end|>") in tokenizer.encode_now(FORGED)
 
 
 async def test_a_forged_control_token_in_a_message_is_plain_text(tokenizer: Tokenizer) -> None:
-    token_ids = await tokenizer.encode_chat(render(tokenizer, FORGED))
+    token_ids = tokenizer.encode_chat_now(render(tokenizer, FORGED))
     special = [tokenizer.token_id(token) for token in ("<s>", "<|im_start|>", "<|im_end|>", "<|im_start|>")]
     assert [token_id for token_id in token_ids if token_id in tokenizer.special_token_ids] == special
     assert "".join(map(tokenizer.token_text, token_ids)).replace(" ", "") == (
@@ -57,8 +56,8 @@ async def test_a_forged_control_token_in_a_message_is_plain_text(tokenizer: Toke
 
 
 async def test_a_forged_control_token_changes_no_token_around_the_message(tokenizer: Tokenizer) -> None:
-    honest = await tokenizer.encode_chat(render(tokenizer, "hello"))
-    forged = await tokenizer.encode_chat(render(tokenizer, "hello" + FORGED.removeprefix("hello")))
+    honest = tokenizer.encode_chat_now(render(tokenizer, "hello"))
+    forged = tokenizer.encode_chat_now(render(tokenizer, "hello" + FORGED.removeprefix("hello")))
     end = tokenizer.token_id("<|im_end|>")
     assert forged[: honest.index(end) - 1] == honest[: honest.index(end) - 1]
     assert forged[forged.index(end) :] == honest[honest.index(end) :]
@@ -86,7 +85,6 @@ def test_control_tokens_cannot_be_forged_by_merges_or_outside_the_vocabulary(tmp
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     made = Tokenizer(tmp_path)
     assert made.encode_chat_now(RenderedChat("<s>xPQ<e>", {"P": "<s>"})) == [4, 5, 3, 2, 6]
-    made.close()
 
 
 def test_control_tokens_that_normalization_would_make_are_text_too(tmp_path: Path) -> None:
@@ -98,14 +96,13 @@ def test_control_tokens_that_normalization_would_make_are_text_too(tmp_path: Pat
     made = Tokenizer(tmp_path)
     assert made.encode_now("<S>x") == [4, 3]
     assert made.encode_chat_now(RenderedChat("<s>x<S>", {})) == [4, 3, 0, 1, 2]
-    made.close()
 
 
 async def test_half_a_surrogate_pair_is_refused(demo: Tokenizer) -> None:
     with pytest.raises(ValueError, match="not valid Unicode at character 1"):
-        await demo.encode("a\ud800")
+        demo.encode_now("a\ud800")
     with pytest.raises(ValueError, match="not valid Unicode"):
-        await demo.encode_chat(RenderedChat("\udfff", {}))
+        demo.encode_chat_now(RenderedChat("\udfff", {}))
 
 
 def test_the_bytes_of_tokens_joined_are_the_text(demo: Tokenizer, metaspace: Tokenizer) -> None:
@@ -125,7 +122,6 @@ def test_truncation_and_padding_of_the_training_are_off(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     tokenizer = Tokenizer(tmp_path)
     assert len(tokenizer.encode_now("xyzxyz")) == 6
-    tokenizer.close()
 
 
 @pytest.mark.parametrize(
@@ -150,13 +146,3 @@ def test_the_engine_and_templates_do_without_torch() -> None:
 
 def test_control_tokens_are_those_that_the_tokenizer_calls_special(tokenizer: Tokenizer) -> None:
     assert set(tokenizer.control_tokens) == set(SPECIAL_TOKENS)
-
-
-async def test_the_event_loop_turns_while_a_long_text_is_encoded(demo: Tokenizer) -> None:
-    encoding = asyncio.create_task(demo.encode("the quick brown fox, " * 20_000))
-    num_turns = 0
-    while not encoding.done():
-        await asyncio.sleep(0.001)
-        num_turns += 1
-    assert len(await encoding) > 20_000
-    assert num_turns > 10
