@@ -37,6 +37,7 @@ FIELDS = (
     "root_path",
     "keep_alive_timeout_s",
     "chat_template",
+    "max_logprobs",
     "generation_config",
     "seed",
     "frontend_address",

@@ -143,6 +143,7 @@ def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_toke
         eos_token_ids=service.files.eos_token_ids,
         tokenizer=service.files.tokenizer,
         max_tokens=max_tokens,
+        max_logprobs=service.files.max_logprobs,
         seed=service.seed(body),
         num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )

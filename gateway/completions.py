@@ -172,6 +172,7 @@ def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_promp
         eos_token_ids=service.files.eos_token_ids,
         tokenizer=service.files.tokenizer,
         max_tokens=max_tokens,
+        max_logprobs=service.files.max_logprobs,
         seed=service.seed(body),  # of each prompt its own, unless the request says one
         num_logprobs=body.logprobs,
         num_prompt_logprobs=body.logprobs if body.echo else None,

@@ -30,6 +30,7 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     max_position_tokens: int | None
     sampling_defaults: SamplingDefaults
+    max_logprobs: int  # that a request may ask for
 
 
 def read_model_files(config: Config) -> ModelFiles:
@@ -63,6 +64,7 @@ def read_model_files(config: Config) -> ModelFiles:
         eos_token_ids=eos_token_ids,
         max_position_tokens=_positive_int(text_model, "max_position_embeddings", directory / "config.json"),
         sampling_defaults=_sampling_defaults(config.generation_config, directory, own_generation),
+        max_logprobs=config.max_logprobs,
     )
 
 

@@ -10,7 +10,7 @@ import msgspec
 from gateway.errors import RequestError
 from gateway.generation_config import SamplingDefaults
 from gateway.least_tokens import MAX_CHARACTERS_PER_TOKEN
-from gateway.openai_types import CommonRequest, stop_strings
+from gateway.openai_types import MAX_LOGPROBS, ChatRequest, CommonRequest, stop_strings
 from gateway.tokenizer import Tokenizer
 from protocol.sampling import SamplingParams
 
@@ -31,12 +31,17 @@ def sampling_params(
     seed: int,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
+    max_logprobs: int = MAX_LOGPROBS,
 ) -> SamplingParams:
     """Return the sampling of choice 0. Raises RequestError for an id not in the vocabulary or too many min_tokens."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"min_tokens is {min_tokens} but at most {max_tokens} tokens will be generated"
         raise RequestError(message, param="min_tokens", code="invalid_value")
+    if max(num_logprobs or 0, num_prompt_logprobs or 0) > max_logprobs:
+        param = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        message = f"{param} is more than {max_logprobs}, which is the most here (--max-logprobs)"
+        raise RequestError(message, param=param, code="invalid_value")
     stop_token_ids = request.stop_token_ids or []
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     return msgspec.structs.replace(

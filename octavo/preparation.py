@@ -140,6 +140,7 @@ class Preparation:
             eos_token_ids=self._files.eos_token_ids,
             tokenizer=self._files.tokenizer,
             max_tokens=max_tokens,
+            max_logprobs=self._files.max_logprobs,
             seed=self._seeds.getrandbits(64) if asked.seed is None else unsigned_seed(asked.seed),
             num_logprobs=asked.logprobs,
             num_prompt_logprobs=asked.prompt_logprobs,

@@ -198,6 +198,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " octavo or vllm (none), or a directory"
         ),
     ] = "auto"
+    max_logprobs: Annotated[
+        int, Meta(ge=0, le=20, description="alternatives beside each token that a request may ask for, at most")
+    ] = 20
     chat_template: Annotated[
         str,
         Meta(

@@ -37,6 +37,7 @@ FLAG_GROUPS = {
         "dtype",
         "max_model_len",
         "chat_template",
+        "max_logprobs",
         "generation_config",
         "seed",
     ),

@@ -130,3 +130,14 @@ async def test_every_form_of_target_is_guarded(guarded: Served, target: str, sta
     writer.close()
     await writer.wait_closed()
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+async def test_the_most_log_probabilities_can_be_set(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler, max_logprobs=2) as served:
+        await served.chat(logprobs=True, top_logprobs=2)
+        await served.complete(logprobs=2)
+        chats = await served.post(CHAT, chat(logprobs=True, top_logprobs=3))
+        completions = await served.post("/v1/completions", completion(logprobs=3))
+    for response, param in ((chats, "top_logprobs"), (completions, "logprobs")):
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert "--max-logprobs" in response.json()["error"]["message"]

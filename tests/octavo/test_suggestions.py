@@ -33,7 +33,6 @@ WITHOUT_A_LIKENESS = [
     "--master-port",
     "--max-cpu-loras",
     "--max-log-len",
-    "--max-logprobs",
     "--max-lora-rank",
     "--max-num-active-seqs",
     "--max-num-queued-tokens",
