@@ -51,14 +51,18 @@ class ChatTemplate:
     """Renders conversations with transformers' own renderer, which is the one that templates are written for."""
 
     def __init__(
-        self, source: str | None, special_tokens: Mapping[str, str], control_tokens: Sequence[str] = ()
+        self,
+        source: str | None,
+        special_tokens: Mapping[str, str],
+        control_tokens: Sequence[str] = (),
+        names: Sequence[str] = (),
     ) -> None:
-        """`source` None: the model has no template, and every `render` says so.
+        """`source` None: the model has no template, or only those of `names`, and every `render` says so.
 
         `special_tokens` are what templates see (bos_token, ...), `control_tokens` what messages may not forge.
         Raises ValueError if the template is not valid Jinja.
         """
-        self._source, self._special_tokens = source, dict(special_tokens)
+        self._source, self._special_tokens, self._templates = source, dict(special_tokens), names
         self._set_names = RESERVED_NAMES | special_tokens.keys()
         self._names = _free_names(source) - self._set_names if source else frozenset()
         self._knows_developer = source is not None and "developer" in source
@@ -79,6 +83,9 @@ class ChatTemplate:
         `template_kwargs` may name what the template reads and the server does not set. Raises ChatTemplateError.
         """
         if self._source is None or self._render is None:
+            if self._templates:
+                several = f"this model has chat templates by name ({', '.join(self._templates)}) and none by default"
+                raise ChatTemplateError(f"{several}: start the server with --chat-template and one of the names")
             raise ChatTemplateError(
                 "this model has no chat template: give it plain text (/v1/completions, LLM.generate)"
             )

@@ -49,10 +49,11 @@ def read_model_files(config: Config) -> ModelFiles:
     own_generation = _read_json(directory / FILE)
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
+    named = _named_templates(directory, tokenizer_config)
     chat_template = (
-        _given_template(config.chat_template, special_tokens, tokenizer)
+        _given_template(config.chat_template, named, special_tokens, tokenizer)
         if config.chat_template
-        else _usable_template(directory, tokenizer_config, special_tokens, tokenizer)
+        else _usable_template(directory, named, special_tokens, tokenizer)
     )
     eos_token_ids = _eos_token_ids(tokenizer, special_tokens, own_generation, model, text_model)
     _warn_of_no_end(directory, chat_template, eos_token_ids, tokenizer)
@@ -132,41 +133,51 @@ def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dic
     return tokens
 
 
-def _given_template(given: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the template that --chat-template names, or is."""
+def _given_template(
+    given: str, named: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
+) -> ChatTemplate:
+    """Return the template that --chat-template is, or names: one of the model's, or a file."""
     is_template = "{" in given or "\n" in given
-    if not is_template and not Path(given).is_file():
-        raise ValueError(f"chat_template: there is no file {given}, and a template would have braces")
+    if not is_template and given not in named and not Path(given).is_file():
+        own = f"; the model's own are {', '.join(sorted(named))}" if named else ""
+        raise ValueError(f"chat_template: there is no file {given}, and a template would have braces{own}")
     try:
-        template = given if is_template else _template_text(Path(given))
-        return ChatTemplate(template, special_tokens, tokenizer.control_tokens)
+        template = given if is_template else named[given] if given in named else _template_text(Path(given))
+        return ChatTemplate(_checked_text(template), special_tokens, tokenizer.control_tokens)
     except ValueError as error:
         raise ValueError(f"{error}. Put right what --chat-template gives") from None
 
 
 def _usable_template(
-    directory: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
+    directory: Path, named: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> ChatTemplate:
     try:
-        return ChatTemplate(_chat_template(directory, tokenizer_config), special_tokens, tokenizer.control_tokens)
+        template = _checked_text(named["default"]) if "default" in named else None
+        return ChatTemplate(template, special_tokens, tokenizer.control_tokens, tuple(sorted(named)))
     except ValueError as error:
         raise ValueError(
             f"{error}. Put it right in {directory}: chat_template.jinja, or chat_template in tokenizer_config.json"
         ) from None
 
 
-def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the model's template, from where transformers would take it; of several, the one named default."""
+def _named_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the model's templates by name, from where transformers would take them; one without a name is default."""
+    said = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
+    named: dict[str, Any] = {} if said is None else {"default": said}
+    if isinstance(said, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in said if isinstance(entry, dict)}
+    elif isinstance(said, dict):
+        named = said
+    more = {
+        path.stem: _template_text(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))
+    }
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        return _template_text(path)
-    template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
-    if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template", 0) for entry in template if isinstance(entry, dict)}
-    if isinstance(template, dict):
-        template = template.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"the chat template in {directory} is not text")
+    return {**named, **more, **({"default": _template_text(path)} if path.is_file() else {})}
+
+
+def _checked_text(template: Any) -> str:
+    if not isinstance(template, str):
+        raise ValueError("the model's chat template is not text")
     return template
 
 

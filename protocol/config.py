@@ -204,8 +204,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chat_template: Annotated[
         str,
         Meta(
-            description="a file with a chat template (Jinja), or the template itself, in place of the model's"
-            " (default: the model's)"
+            description="a file with a chat template (Jinja), the template itself, or the name of one of the"
+            " model's several (default: the model's)"
         ),
     ] = ""
     trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False

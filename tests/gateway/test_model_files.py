@@ -101,6 +101,29 @@ def test_the_template_is_taken_from_where_transformers_takes_it(directory: Path)
     assert chat_text(read(directory)) == "jinja"
 
 
+NAMED = {"rag": "rag {{ messages[0].content }}", "tool_use": "tools {{ messages[0].content }}"}
+
+
+def test_named_templates_without_a_default_are_chosen_from(directory: Path) -> None:
+    for named in (NAMED, [{"name": name, "template": template} for name, template in NAMED.items()]):
+        write(directory / "tokenizer_config.json", {"chat_template": named})
+        with pytest.raises(ChatTemplateError, match=r"by name \(rag, tool_use\) and none by default.*--chat-template"):
+            chat_text(read(directory))
+        assert chat_text(read(directory, chat_template="rag")) == "rag hi"
+        with pytest.raises(ValueError, match=r"no file chat.*own are rag, tool_use"):
+            read(directory, chat_template="chat")
+
+
+def test_templates_in_files_of_their_own_have_the_files_names(directory: Path) -> None:
+    (directory / "additional_chat_templates").mkdir()
+    for name, template in NAMED.items():
+        (directory / "additional_chat_templates" / f"{name}.jinja").write_text(template)
+    assert chat_text(read(directory, chat_template="tool_use")) == "tools hi"
+    (directory / "chat_template.jinja").write_text("default {{ messages[0].content }}")
+    assert chat_text(read(directory)) == "default hi"
+    assert chat_text(read(directory, chat_template="default")) == "default hi"
+
+
 def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -> None:
     (directory / "tokenizer_config.json").unlink()
     files = read(directory)
@@ -122,6 +145,7 @@ def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -
         ("generation_config.json", '{"eos_token_id": {"a": 1}}', "eos_token_id {'a': 1}"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat template"),
+        ("tokenizer_config.json", '{"chat_template": {"default": 5}}', "chat template"),
         ("chat_template.jinja", "{% if %}", "chat template"),
     ],
 )
