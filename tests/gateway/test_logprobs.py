@@ -1,7 +1,5 @@
 """Where the tokens of an echoed prompt begin in its text."""
 
-import asyncio
-
 import pytest
 
 from gateway.delta import TokenLogprob
@@ -11,7 +9,7 @@ from gateway.tokenizer import Tokenizer
 
 def offsets(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
     """Return the tokens of `text` with their offsets, and where the text goes on behind them."""
-    token_ids = asyncio.run(tokenizer.encode(text))
+    token_ids = tokenizer.encode_now(text)
     writer = CompletionLogprobsWriter(tokenizer, skip_special_tokens=True)
     lists = writer.write_prompt(text, token_ids, [TokenLogprob(token_id, -1.0, 1) for token_id in token_ids])
     behind = writer.write([token_ids[-1]], [TokenLogprob(token_ids[-1], -1.0, 1)]).text_offset
