@@ -5,7 +5,8 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from protocol.config import FIELDS, Config, ConfigError, describe, load_config
+from protocol.config import FIELDS, Config, ConfigError, describe, load_config, refuse_foreign_keys
+from protocol.foreign import say_what_has_no_effect
 from protocol.suggestions import suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
@@ -49,6 +50,9 @@ def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Map
         given["model"] = os.fspath(model)
     config = load_config(os.environ, given)
     refuse_launcher_fields(config, caller)
+    if wants_http(settings):
+        refuse_foreign_keys(config, os.environ)
+    say_what_has_no_effect(os.environ, FIELDS)
     return config
 
 

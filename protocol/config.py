@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from protocol.foreign import PREFIX, foreign_keys, is_platforms
 from protocol.suggestions import suggestion
-
-PREFIX = "OCTAVO_"
 
 
 class ConfigError(ValueError):
@@ -302,6 +301,7 @@ SYNONYMS: dict[tuple[str, str], str] = {
 }
 # Children other than the gateway never see these.
 SECRETS = ("api_key",)
+SEVERAL_VALUES = ("served_model_name",)  # what one flag takes
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",), "shutdown_timeout_s": ("--shutdown-timeout",)}
 
 
@@ -309,11 +309,12 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
     """Return the Config of the OCTAVO_* variables in `environ`, `overrides` (by field name) winning.
 
     Strings are read by the field's type: integers may carry a unit (`8k`, `256MiB`), lists are JSON or separated by
-    commas. Raises ConfigError for an unknown variable or field and for a value that the field cannot take.
+    commas. Variables by which a platform describes its services are none of ours. Raises ConfigError for an unknown
+    variable or field and for a value that the field cannot take.
     """
     values: dict[str, object] = {}
     for key, text in environ.items():
-        if key.startswith(PREFIX):
+        if key.startswith(PREFIX) and not is_platforms(key, text):
             values[_field_of(key)] = text
     for name, value in (overrides or {}).items():
         if name not in FIELDS:
@@ -324,6 +325,15 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
         return Config(**converted)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def refuse_foreign_keys(config: Config, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if keys are set where another server reads them, and this one would be open to all."""
+    if not config.api_key and (names := foreign_keys(environ)):
+        raise ConfigError(
+            f"{', '.join(names)} has no effect here, so that the server would be open to everybody: set OCTAVO_API_KEY"
+            " (or --api-key) instead, or unset it to serve without keys"
+        )
 
 
 def child_environ(config: Config, environ: Mapping[str, str], *, secrets: bool) -> dict[str, str]:
@@ -393,7 +403,9 @@ def _flag_options(name: str) -> tuple[str, dict[str, Any]]:
         return shown, {"metavar": "|".join(typing.get_args(base))}
     if typing.get_origin(base) is tuple:
         metavar = {"served_model_name": "NAME", "api_key": "KEY", "allowed_origins": "ORIGIN"}.get(name, "ADDRESS")
-        return shown, {"action": "extend", "nargs": "+", "metavar": metavar}
+        # As vLLM has it, one flag takes several names; of the others each takes one value, and may be repeated.
+        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if name in SEVERAL_VALUES else {"action": "append"}
+        return shown, several | {"metavar": metavar}
     return shown, {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
 
 

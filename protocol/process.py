@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import Config, ConfigError, add_flags, load_config
+from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config, refuse_foreign_keys
+from protocol.foreign import say_what_has_no_effect
 from protocol.lifeline import LIFELINE_FLAG, Heart
 from protocol.suggestions import suggestion
 
@@ -57,9 +58,13 @@ def start_process(
     lifeline = flags.pop("lifeline_fd")
     try:
         config = load_config(os.environ, flags)
+        if "api_key" in fields:
+            refuse_foreign_keys(config, os.environ)
     except ConfigError as error:
         parser.error(str(error))
     configure_logging(f"{name} {config.rank}" if config.rank else name, config.log_level)
+    if lifeline is None:  # else its parent has said so
+        say_what_has_no_effect(os.environ, FIELDS)
     faulthandler.register(signal.SIGQUIT)
     heart = inherited_heart(lifeline)
     heart.end_with_parent()

@@ -1,7 +1,7 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
 Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones, but on machines that
-multiply matrices of them (AMX, Arm).
+multiply matrices of them (AMX, Arm) and whose oneDNN keeps a row's bits: of AMX, not every processor's does.
 
 M rows, N outputs, K inputs.
 """
@@ -22,6 +22,7 @@ from kernels.groupwise import GroupwiseWeight
 MIN_ROWS = (1, 2, 4, 8, 16)
 REFERENCE_ROWS = 64
 PROBED_ROWS = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 33, 64, 200, 512)  # beyond 64 only for weights that are not huge
+TYPICAL_SHAPES = ((3072, 576), (576, 1536), (2048, 2048))  # outputs and inputs, tried before oneDNN is chosen
 MAX_PROBE_WORK = 2**30  # multiply-adds of one product
 PACKED_FOR_ROWS = 32  # the number of rows for which oneDNN chooses the weight's blocking
 
@@ -69,15 +70,25 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
     )
 
 
+@functools.cache
 def _is_for_onednn() -> bool:
     """Return whether bfloat16 weights are oneDNN's: where it has instructions that panels have not, AMX's or Arm's.
 
-    On other x86-64 it takes those of AVX-512-BF16, as panels do, or none, and is then five to ten times slower.
+    On other x86-64 it takes those of AVX-512-BF16, as panels do, or none, and is then five to ten times slower. Where a
+    row's bits depend on how many others there are, panels are taken as well.
     """
     if platform.machine() == "x86_64":
-        return torch.cpu._is_amx_tile_supported()
+        return torch.cpu._is_amx_tile_supported() and all(_is_invariant(*shape) for shape in TYPICAL_SHAPES)
     is_supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return is_supported
+    return is_supported and all(_is_invariant(*shape) for shape in TYPICAL_SHAPES)
+
+
+def _is_invariant(num_outputs: int, num_inputs: int) -> bool:
+    try:
+        invariant_rows(num_outputs, num_inputs, torch.bfloat16, torch.get_num_threads())
+    except RuntimeError:
+        return False
+    return True
 
 
 def has_bfloat16() -> bool:

@@ -6,7 +6,16 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from protocol.config import FIELDS, Config, ConfigError, add_flags, base_type, load_config
+from protocol.config import (
+    FIELDS,
+    SEVERAL_VALUES,
+    Config,
+    ConfigError,
+    add_flags,
+    base_type,
+    flag_name,
+    load_config,
+)
 
 MODEL_HELP = (
     "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct in 4 bits"
@@ -86,7 +95,21 @@ def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
     typed = flags.get("positional_model")
     if typed is not None and settings.setdefault("model", typed) != typed:
         raise ConfigError(f"the model is given twice: {typed} and --model {settings['model']}")
+    _refuse_swallowed_model(settings)
     return settings
+
+
+def _refuse_swallowed_model(settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a flag that takes several values has taken what may be MODEL for one of them."""
+    if settings.get("model") or os.environ.get("OCTAVO_MODEL"):
+        return
+    for name in SEVERAL_VALUES:
+        if len(values := settings.get(name, ())) > 1:
+            *others, last = values
+            raise ConfigError(
+                f"{flag_name(name)} takes all of {' '.join(values)}, and no MODEL is left: put MODEL first, as in"
+                f" {last} {flag_name(name)} {' '.join(others)}"
+            )
 
 
 def read_config(flags: Mapping[str, Any]) -> Config:

@@ -1,6 +1,7 @@
 """`octavo serve`: a model over HTTP, until Ctrl-C."""
 
 import argparse
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from octavo.launcher import serve
 from octavo.listening import with_ports
 from octavo.resolve import resolve_model_of
 from octavo.settings import refuse_launcher_fields
-from protocol.config import add_flags
+from protocol.config import FIELDS, add_flags, refuse_foreign_keys
+from protocol.foreign import say_what_has_no_effect
 from protocol.lifeline import LIFELINE_FLAG
 from protocol.process import configure_logging, inherited_heart
 
@@ -35,7 +37,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
     refuse_launcher_fields(config, "`octavo serve`")
+    refuse_foreign_keys(config, os.environ)
     configure_logging("octavo", config.log_level)
+    say_what_has_no_effect(os.environ, FIELDS)
     inherited_heart(flags["lifeline_fd"]).end_with_parent()
     with_ports(config)
     resolved = resolve_model_of(config)

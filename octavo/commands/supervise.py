@@ -1,6 +1,7 @@
 """`octavo supervise`: the parent of one process, also as process 1 of a container."""
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 from octavo.commands.flags import read_config
 from octavo.processes import STOP_GRACE_S
 from octavo.supervise import supervise
-from protocol.config import add_flags
+from protocol.config import FIELDS, add_flags
+from protocol.foreign import say_what_has_no_effect
 from protocol.process import configure_logging
 
 DESCRIPTION = (
@@ -29,6 +31,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
     configure_logging("supervise", config.log_level)
+    say_what_has_no_effect(os.environ, FIELDS)
     # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
     program = flags["program"]
     if program[0] in ("python", "python3"):

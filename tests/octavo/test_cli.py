@@ -161,7 +161,7 @@ def test_each_process_has_a_help_of_its_own(role: str, flag: str, meant: str) ->
         (["--seed", "-1"], "'-1' is not a number of 0 or more"),
         (["--port", "65536"], "a number of at least 0 and at most 65535"),
         (["--gpu-memory-utilization", "x"], "a number of more than 0 and at most 1"),
-        (["--served-model-name", "a", ""], "takes a text that is not empty"),
+        (["model", "--served-model-name", "a", ""], "takes a text that is not empty"),
         (["--api-key", ""], "api_key cannot be used: it takes a text that is not empty"),
     ],
 )
@@ -196,6 +196,37 @@ def test_a_host_that_is_not_this_machines_is_one_paragraph(
 def test_names_may_be_given_one_by_one() -> None:
     flags = build_parser("serve").parse_args(["serve", "--served-model-name", "a", "--served-model-name", "b", "c"])
     assert flags.served_model_name == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--allowed-origins"])
+def test_a_flag_of_one_value_leaves_the_model_behind_it(flag: str) -> None:
+    typed = build_parser("serve").parse_args(["serve", flag, "http://a", flag, "http://b", "/nonexistent"])
+    assert vars(typed)[flag.strip("-").replace("-", "_")] == ["http://a", "http://b"]
+    assert typed.positional_model == "/nonexistent"
+
+
+def test_a_model_behind_a_key_is_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--api-key", "KEY", "/nonexistent"]) == 1
+    assert "there is no file or directory '/nonexistent'" in capsys.readouterr().err
+
+
+def test_a_model_behind_a_flag_of_several_values_is_to_go_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--served-model-name", "a", "b", "MODEL"])
+    assert ended.value.code == 2
+    assert "put MODEL first, as in MODEL --served-model-name a b" in capsys.readouterr().err
+    typed = build_parser("serve").parse_args(["serve", "MODEL", "--served-model-name", "a", "b"])
+    assert (typed.positional_model, typed.served_model_name) == ("MODEL", ["a", "b"])
+
+
+def test_the_key_of_another_server_is_no_key_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "abc")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve"])
+    assert ended.value.code == 2
+    assert "VLLM_API_KEY has no effect here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("role", ["gateway", "scheduler"])
