@@ -423,6 +423,8 @@ def _convert(name: str, value: object) -> object:
                 value = parse_integer(value)
             elif typing.get_origin(base) is tuple:
                 value = json.loads(value) if value.startswith("[") else [v.strip() for v in value.split(",") if v]
+        elif typing.get_origin(base) is tuple and isinstance(value, list):  # of flags: each one text, or a JSON list
+            value = [item for text in value for item in (json.loads(text) if text.startswith("[") else [text])]
         return msgspec.convert(value, kind, strict=False)
     except (msgspec.ValidationError, ValueError) as error:
         shown = "used" if name in SECRETS else repr(value)

@@ -122,6 +122,11 @@ def test_flags_become_a_config():
     assert config.enable_prefix_caching is True
 
 
+def test_a_flag_of_a_list_may_be_repeated_or_be_json():
+    flags = parse_flags("--allowed-origins", "http://a", "--allowed-origins", '["http://b", "http://c"]')
+    assert load_config({}, flags).allowed_origins == ("http://a", "http://b", "http://c")
+
+
 def test_a_child_loads_the_same_config():
     config = load_config(
         {},
