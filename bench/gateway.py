@@ -21,7 +21,7 @@ from bench.instant_scheduler import InstantScheduler
 from bench.results import write_results
 from gateway.tokenizer import Tokenizer
 from octavo.errors import ChildRefusedError, CommandError
-from octavo.listening import answers, health_url, with_ports
+from octavo.listening import is_healthy, with_ports
 from octavo.processes import POLL_S, Process, end_processes
 from octavo.resolve import resolve_model
 from octavo.socket_directory import socket_directory
@@ -130,7 +130,7 @@ def gateway(config: Config) -> Iterator[Process]:
     """Run a gateway while the context lasts; it is ready. Raises ChildRefusedError if it ends before."""
     process = Process([sys.executable, "-P", "-m", "gateway"], environ=child_environ(config, os.environ, secrets=False))
     try:
-        while not answers(health_url(config)):
+        while not is_healthy(config):
             if process.poll() is not None:
                 raise ChildRefusedError("the gateway ended: it says why above")
             time.sleep(POLL_S)

@@ -21,7 +21,7 @@ with imports_of("python -m gateway", "gateway"):
 
     from gateway.app import create_app, model_names
     from gateway.http_protocol import BoundedHttpProtocol
-    from gateway.listener import listen, turn_away
+    from gateway.listener import listen, listening_at, turn_away
     from gateway.metrics import Metrics
     from gateway.metrics_page import create_metrics_app, serving
 
@@ -30,6 +30,7 @@ FIELDS = (
     "served_model_name",
     "host",
     "port",
+    "uds",
     "metrics_port",
     "api_key",
     "max_held_body_bytes",
@@ -70,7 +71,7 @@ def main() -> int:
         return refuse("gateway", error)
     with ExitStack() as stack:
         try:
-            listener = stack.enter_context(_listen(config.host, config.port, "--port"))
+            listener = _main_listener(config, stack)
             beside: AbstractAsyncContextManager[None] = nullcontext()
             if config.metrics_port is not None:
                 page = stack.enter_context(_listen(config.host, config.metrics_port, "--metrics-port"))
@@ -82,6 +83,16 @@ def main() -> int:
 
 class ListenError(Exception):
     """A port that cannot be had."""
+
+
+def _main_listener(config: Config, stack: ExitStack) -> socket.socket:
+    if not config.uds:
+        return stack.enter_context(_listen(config.host, config.port, "--port"))
+    try:
+        return stack.enter_context(listening_at(config.uds))
+    except OSError as error:
+        reason = error.strerror or error
+        raise ListenError(f"cannot listen at {config.uds}: {reason}. Choose another --uds.") from None
 
 
 def _listen(host: str, port: int, flag: str) -> socket.socket:
@@ -162,11 +173,13 @@ def uvicorn_config(app: Starlette, config: Config, *, grace_s: int | None = None
 
 
 def _url(listener: socket.socket) -> str:
+    if listener.family == socket.AF_UNIX:
+        return f"unix:{listener.getsockname()}"
     return f"http://{netloc(*listener.getsockname()[:2])}"
 
 
 def _is_loopback(listener: socket.socket) -> bool:
-    return ip_address(listener.getsockname()[0]).is_loopback
+    return listener.family == socket.AF_UNIX or ip_address(listener.getsockname()[0]).is_loopback
 
 
 if __name__ == "__main__":

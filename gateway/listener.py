@@ -1,16 +1,22 @@
 """The socket that the gateway listens on, and how it stops to without losing whoever is connected already."""
 
 import ctypes
+import errno
 import logging
+import os
 import socket
+import stat
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from protocol.tcp import bind
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+SOCKET_MODE = 0o660  # of a Unix socket: a proxy is in this user's group
 SO_ATTACH_FILTER = 26  # of Linux on the architectures that Python's wheels are built for
 # In the kernel's packet filter language, over a TCP header: a segment that asks for a new connection (SYN without ACK
 # among the flags of byte 13) is dropped, all else is kept. An instruction is: code, jump if true, if false, operand.
@@ -36,6 +42,39 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+@contextmanager
+def listening_at(path: str) -> Iterator[socket.socket]:
+    """Listen on a Unix socket at `path`, for this user and group, as long as the context lasts. Raises OSError.
+
+    A socket that nobody listens on any more is replaced; anything else at `path` stays.
+    """
+    _remove_stale(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)
+        made = os.stat(path).st_ino
+        try:
+            os.chmod(path, SOCKET_MODE)  # before anybody can connect
+            listener.listen(BACKLOG)
+            yield listener
+        finally:
+            with suppress(OSError):
+                if os.stat(path).st_ino == made:  # and not another server's
+                    os.unlink(path)
+
+
+def _remove_stale(path: str) -> None:
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
 def turn_away(listener: socket.socket) -> None:
     """Let no new connection into the queue of `listener`, which can be emptied then.
 
@@ -43,7 +82,7 @@ def turn_away(listener: socket.socket) -> None:
     request that it must not send to another gateway. Whoever is turned away asks again after a second, and is refused
     once the listener is closed: that is safe to try elsewhere. Elsewhere than on Linux the close has to do.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or listener.family == socket.AF_UNIX:
         return
     instructions = b"".join(struct.pack("HBBI", *instruction) for instruction in NO_NEW_CONNECTIONS)
     program = ctypes.create_string_buffer(instructions)

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
-from octavo.listening import answers, health_url, server_url, with_ports
+from octavo.listening import is_healthy, server_url, with_ports
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.socket_directory import socket_directory
 from octavo.streams import OutputEndedError
@@ -57,7 +57,7 @@ class Launcher:
         while not self.stopping:
             if ended := self.processes.ended():
                 raise _start_error(ended, self.processes.statuses())
-            if answers(health_url(self.config)):
+            if is_healthy(self.config):
                 with suppress(CommandError, OutputEndedError):  # it serves, whether anybody reads that or not
                     print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -94,13 +94,14 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
 
 def ready_text(config: Config, seconds: float) -> str:
     """Return what a person sees once requests are served: where, and one to try."""
-    url = server_url(config)
+    url = "http://localhost" if config.uds else server_url(config)
+    where, socket_flag = (config.uds, f" --unix-socket {shlex.quote(config.uds)}") if config.uds else (url, "")
     name = config.served_model_name[0]
     authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
     body = {"model": name, "messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 40}
     return (
-        f"Octavo serves {paragraph(name)} on {url} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
-        f"  curl {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
+        f"Octavo serves {paragraph(name)} on {where} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
+        f"  curl{socket_flag} {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body))}"
     )
 

@@ -1,14 +1,19 @@
 """Where a server of this machine listens: whether it could, and whether it answers."""
 
 import errno
-import urllib.request
+import http.client
+import socket
 from collections.abc import Callable
+from contextlib import closing
+from urllib.parse import urlsplit
 
 import msgspec
 
 from octavo.errors import LaunchError
 from protocol.config import Config, flag_name
 from protocol.tcp import bind, netloc, without_brackets
+
+HEALTH_TIMEOUT_S = 2.0
 
 
 def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Config:
@@ -20,7 +25,7 @@ def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Con
     metrics_port = config.metrics_port
     return msgspec.structs.replace(
         config,
-        port=_free_port(config, config.port, "port", name_of),
+        port=config.port if config.uds else _free_port(config, config.port, "port", name_of),
         metrics_port=None if metrics_port is None else _free_port(config, metrics_port, "metrics_port", name_of),
     )
 
@@ -48,10 +53,6 @@ def _remedy(error: Exception, name: str, name_of: Callable[[str], str]) -> str:
             )
 
 
-def health_url(config: Config) -> str:
-    return f"{server_url(config)}/health"
-
-
 def server_url(config: Config) -> str:
     """Return the URL at which the server of `config` can be reached from this machine."""
     host = without_brackets(config.host)
@@ -59,10 +60,28 @@ def server_url(config: Config) -> str:
     return f"http://{netloc(reachable, config.port)}"
 
 
-def answers(url: str) -> bool:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with direct.open(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except OSError:  # refused, timed out, or a status that is an error
-        return False
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=HEALTH_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(HEALTH_TIMEOUT_S)
+        self.sock.connect(self._path)
+
+
+def is_healthy(config: Config) -> bool:
+    """Return whether the server of `config` answers requests."""
+    url = urlsplit(server_url(config))
+    connection = (
+        _UnixConnection(config.uds)
+        if config.uds
+        else http.client.HTTPConnection(url.hostname or "", url.port, timeout=HEALTH_TIMEOUT_S)
+    )
+    with closing(connection):
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):  # refused, timed out, or no HTTP
+            return False

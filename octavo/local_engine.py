@@ -17,7 +17,7 @@ from gateway.model_files import ModelFiles, read_model_files
 from octavo.child_log import ChildLog
 from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
 from octavo.generating import Generating, collected, output_of
-from octavo.listening import answers, health_url, with_ports
+from octavo.listening import is_healthy, with_ports
 from octavo.outputs import RequestOutput
 from octavo.preparation import Preparation, PreparedRequest
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
@@ -258,7 +258,7 @@ class LocalEngine:
         self._preparation = Preparation(self.files, ready, self.config.seed)
 
     def _answers_http(self) -> bool:
-        return not self._serves_http or answers(health_url(self.config))
+        return not self._serves_http or is_healthy(self.config)
 
     def _require_open(self) -> None:
         if self._closing.is_set():

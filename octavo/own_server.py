@@ -12,7 +12,7 @@ import msgspec
 
 from octavo.errors import ChildRefusedError
 from octavo.launcher import ROLES
-from octavo.listening import answers, health_url, server_url, with_ports
+from octavo.listening import is_healthy, server_url, with_ports
 from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
 from protocol.config import FIELDS, Config, child_environ
@@ -37,15 +37,15 @@ def own_server(config: Config) -> Iterator[tuple[str, str]]:
         stdout=subprocess.DEVNULL,  # where it would say how to use it
     )
     try:
-        _wait_until_ready(process, health_url(config))
+        _wait_until_ready(process, config)
         yield f"{server_url(config)}/v1", key
     finally:
         end_processes([process], SERVER_GRACE_S)
         process.lifeline.close()
 
 
-def _wait_until_ready(process: Process, url: str) -> None:
-    while not answers(url):
+def _wait_until_ready(process: Process, config: Config) -> None:
+    while not is_healthy(config):
         if process.poll() is not None:
             raise ChildRefusedError("the server of this command ended: it says why above")
         time.sleep(POLL_S)

@@ -23,6 +23,7 @@ LAUNCHER_FIELDS = (
 HTTP_FIELDS = (
     "host",
     "port",
+    "uds",
     "metrics_port",
     "api_key",
     "allowed_origins",

@@ -58,6 +58,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: Annotated[int, Meta(ge=0, le=65535, description="port on which the gateway listens; 0 takes a free one")] = (
         8000
     )
+    uds: Annotated[
+        str,
+        Meta(
+            description="path of a Unix socket on which the gateway listens, in place of host and port (default: none)"
+        ),
+    ] = ""
     metrics_port: (
         Annotated[
             int,

@@ -25,6 +25,7 @@ FLAG_GROUPS = {
     "server": (
         "host",
         "port",
+        "uds",
         "metrics_port",
         "api_key",
         "allowed_origins",

@@ -17,7 +17,7 @@ from protocol.link_keys import client_keys, make_keys, server_keys
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "executor")
 # Of one machine or of one process: what the stack chooses itself, or has no use for.
-OWN_HTTP = {"host", "port", "metrics_port", "api_key", "shutdown_timeout_s"}
+OWN_HTTP = {"host", "port", "uds", "metrics_port", "api_key", "shutdown_timeout_s"}
 CHOSEN_HERE = {*LAUNCHER_FIELDS, *OWN_HTTP, "model", "served_model_name"}
 ONE_RANK = {"tensor_parallel_size"}  # ranks are services of their own, which this stack has not
 

@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import httpx
 import openai
 import pytest
 
+from octavo.listening import is_healthy as is_healthy_at
 from octavo.processes import Process
 from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
@@ -46,7 +48,7 @@ def gateway(*flags: str, **settings: str) -> Iterator[tuple["subprocess.Popen[st
     with process, process.stderr:
         try:
             lines: list[str] = []
-            while not (found := re.search(r"listening on (http://\S+)", lines[-1] if lines else "")):
+            while not (found := re.search(r"listening on (http://\S+|unix:\S+)", lines[-1] if lines else "")):
                 lines.append(process.stderr.readline())
                 assert lines[-1], "it ended: " + "".join(lines)
             yield process, found[1], lines
@@ -226,3 +228,32 @@ def test_an_idle_connection_outlives_those_of_proxies_unless_a_flag_says_otherwi
             while data := client.recv(4096):  # until it is closed
                 said += data
     assert said.startswith(b"HTTP/1.1 200 ")
+
+
+def test_it_listens_on_a_unix_socket_and_takes_it_away(tiny_model: Path) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/http"
+        with socket.socket(socket.AF_UNIX) as left:  # by one that was killed
+            left.bind(path)
+        with gateway("--uds", path, model=str(tiny_model)) as (process, url, lines):
+            assert url == f"unix:{path}"
+            assert "anyone may use it" not in "".join(lines)
+            assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
+            with httpx.Client(transport=httpx.HTTPTransport(uds=path), timeout=20) as http:
+                assert http.get("http://localhost/live").status_code == 200
+            assert not is_healthy_at(Config(uds=path))  # it has no scheduler
+            second = run("--uds", path, model=str(tiny_model))
+            assert (second.returncode, "Address already in use" in second.stderr) == (2, True)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        assert not os.path.exists(path)
+        assert not is_healthy_at(Config(uds=path))
+
+
+@pytest.mark.parametrize("name", ["file", "nowhere/http", "x" * 200])
+def test_a_path_that_cannot_be_a_socket_is_refused_and_nothing_is_removed(tiny_model: Path, name: str) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "file").write_text("mine")
+        ended = run("--uds", f"{directory}/{name}", model=str(tiny_model))
+        assert (ended.returncode, f"cannot listen at {directory}/{name}: " in ended.stderr) == (2, True)
+        assert Path(directory, "file").read_text() == "mine"

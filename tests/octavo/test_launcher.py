@@ -7,7 +7,7 @@ import pytest
 
 from octavo.errors import LaunchError
 from octavo.launcher import ready_text
-from octavo.listening import health_url, with_ports
+from octavo.listening import server_url, with_ports
 from protocol.config import Config
 from protocol.tcp import bind
 
@@ -38,7 +38,7 @@ def test_the_url_that_is_shown_can_be_asked_whatever_the_host_is(host: str, url:
     config = Config(host=host, served_model_name=("m",))
     assert f" on {url} (" in ready_text(config, 1.0)
     assert f"curl {url}/v1/chat/completions" in ready_text(config, 1.0)
-    assert health_url(config) == f"{url}/health"
+    assert server_url(config) == url
 
 
 @pytest.mark.parametrize("host", ["::", "", "*", "[::1]"])
@@ -49,3 +49,9 @@ def test_a_port_is_found_for_every_spelling_and_one_in_use_is_named(host: str) -
         taken.listen()
         with pytest.raises(LaunchError, match="Address already in use"):
             with_ports(config)
+
+
+def test_the_request_to_try_goes_to_the_socket_if_there_is_one() -> None:
+    text = ready_text(Config(uds="/run/my octavo.sock", served_model_name=("m",)), 1.0)
+    assert " on /run/my octavo.sock (" in text
+    assert "curl --unix-socket '/run/my octavo.sock' http://localhost/v1/chat/completions" in text

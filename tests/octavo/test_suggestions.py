@@ -55,7 +55,6 @@ WITHOUT_A_LIKENESS = [
     "--tokenizer",
     "--tokenizer-mode",
     "--tool-call-parser",
-    "--uds",
     "-O",
     "-cc",
     "-dcp",
