@@ -31,6 +31,14 @@ Address = Annotated[
     ),
 ]
 
+Origin = Annotated[
+    str,
+    Meta(
+        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/,\sA-Z]+)$",
+        title="an origin as browsers send it, such as https://chat.example (small letters, no slash at its end), or *",
+    ),
+]
+
 
 def runtime_directory() -> Path:
     """Return where the sockets of processes that were started by hand lie: private to this user."""
@@ -89,7 +97,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 256 << 20
     allowed_origins: Annotated[
-        tuple[NonEmpty, ...],
+        tuple[Origin, ...],
         Meta(
             description="origins such as https://chat.example whose web pages may use the server, * for all; those of"
             " other sites are refused"

@@ -141,3 +141,16 @@ async def test_the_most_log_probabilities_can_be_set(tiny_model: Path, scheduler
     for response, param in ((chats, "top_logprobs"), (completions, "logprobs")):
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
         assert "--max-logprobs" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["websocket", "h2c"])
+async def test_an_upgrade_is_not_taken_and_the_request_is_guarded_and_answered(guarded: Served, kind: str) -> None:
+    for key, status in (("", 401), ("X-Api-Key: sk-one\r\n", 200)):
+        reader, writer = await asyncio.open_connection(*guarded.address)
+        head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\n{key}Connection: Upgrade\r\nUpgrade: {kind}\r\n\r\n"
+        writer.write(head.encode())
+        async with asyncio.timeout(10):
+            answer = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode())
