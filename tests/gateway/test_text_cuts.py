@@ -30,7 +30,7 @@ DEEPSEEK = (
     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
 CORPUS = [
-    "The quick brown fox jumps over the lazy dog, and it's 12,345.67 o'clock!\n\tdef f(x):\n        return x ** 2\n\n",
+    "The quick brown fox jumps over the lazy dog, and it's 12,345.67 o'clock!it's\n\tdef f(x):\n        return x\n\n",
     "Быстрая лиса; 狐狸跳过了懒狗，然后呢\uff1f かな カナ。 한국어 문장 café naïve 😀🎉🚀😀😀 ==== ---- ####\r\n  \r\n",
 ] * 20
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
@@ -126,6 +126,7 @@ def hostile_texts() -> dict[str, str]:
         "digits": "0123456789" * (num // 10),
         "numbers": "12,345.67 " * (num // 10),
         "one word": "x" * num,
+        "endings": "it's" * (num // 4),
         "spaces": " " * num,
         "words between spaces": ("a" + " " * 50 + "\n" * 3) * (num // 50),
         "han": "狐狸跳过了懒狗，然后呢\uff1f" * (num // 12),
