@@ -3,6 +3,7 @@
 Exit status 0: it fits this machine; 1: it does not, or cannot be served at all.
 """
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,8 +80,13 @@ def main() -> int:
         print(f"octavo: {error}", file=sys.stderr)
         return 1
     machine = look_at_machine(config, plan, chosen)
-    with suppress(BrokenPipeError):  # whoever reads may have seen enough
-        print(report(config, plan, machine), flush=True)
+    try:
+        with suppress(BrokenPipeError):  # whoever reads may have seen enough
+            print(report(config, plan, machine), flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python has kept to write at the end
+        print(f"octavo: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
     return 0 if isinstance(machine, Machine) and fits(plan, machine) else 1
 
 

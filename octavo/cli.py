@@ -12,7 +12,7 @@ from octavo.errors import ChildRefusedError, CommandError, GenerationError, Laun
 from octavo.streams import OutputEndedError, open_standard_streams
 from protocol.config import ConfigError
 from protocol.extras import MissingExtraError, require_extras
-from protocol.process import ArgumentParser, paragraph
+from protocol.process import ArgumentParser, know_home, paragraph
 
 INTERRUPTED = 130  # as a shell says of who SIGINT ended
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
@@ -47,6 +47,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    know_home()
     try:
         try:
             return _run(arguments)

@@ -207,6 +207,8 @@ def _computes() -> Section:
         found: dict[str, str] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
         return {"backends": f"nothing was found out within {CHILD_TIMEOUT_S} s"}
+    except OSError as error:
+        return {"backends": f"failed: {error}"}
     except json.JSONDecodeError:
         return {"backends": f"failed: {done.stderr.strip()[-1000:]}"}
     return found

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def resolve_config(
     """
     if model is None:
         return present_expanded_demo() if expands_demo else _gguf_directory(present_demo_gguf())
-    path = Path(model).expanduser()
+    path = _expanded(model)
     if path.is_file():
         return _gguf_directory(path)
     directory = _local_directory(model) or (
@@ -104,7 +105,7 @@ def _expands_demo(config: Config) -> bool:
 
 
 def _locate(model: str, trust_remote_code: bool, needs_weights: bool, use_modelscope: bool) -> Path:
-    path = Path(model).expanduser()
+    path = _expanded(model)
     if path.is_file():
         return _gguf_directory(path)
     download = download_from_modelscope if use_modelscope else download_snapshot
@@ -113,7 +114,7 @@ def _locate(model: str, trust_remote_code: bool, needs_weights: bool, use_models
 
 def _local_directory(model: str) -> Path | None:
     """Return the directory `model`, None for a Hugging Face id. Raises ModelError if it can be neither."""
-    path = Path(model).expanduser()
+    path = _expanded(model)
     if model and path.is_dir():
         return path.absolute()
     if not model or _looks_like_a_path(model):
@@ -122,6 +123,11 @@ def _local_directory(model: str) -> Path | None:
             "Face id such as org/name, or absent for the demo."
         )
     return None
+
+
+def _expanded(model: str) -> Path:
+    """Return the path that `model` is, if it is one; a user whom nobody knows stays as typed."""
+    return Path(os.path.expanduser(model))
 
 
 def _looks_like_a_path(model: str) -> bool:

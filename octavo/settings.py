@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from protocol.config import FIELDS, Config, ConfigError, describe, load_config, refuse_foreign_keys
 from protocol.foreign import say_what_has_no_effect
+from protocol.process import know_home
 from protocol.suggestions import suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
@@ -42,6 +43,7 @@ def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Map
 
     Raises TypeError for a keyword that is none, naming the nearest, and ConfigError for a value that cannot be.
     """
+    know_home()
     for name in settings:
         if name not in KEYWORDS:
             raise TypeError(f"{caller} got an unexpected keyword argument {name!r}{_why(caller, name)}")

@@ -7,6 +7,7 @@ import argparse
 import faulthandler
 import logging
 import os
+import pwd
 import signal
 import socket
 import sys
@@ -51,6 +52,7 @@ def start_process(
     It has flags for the `fields` that it reads; variables may name all others too, which are for its peers. Ends the
     process with status 2 and one line if a setting is wrong.
     """
+    know_home()
     parser = ArgumentParser(prog=f"{PROGRAM}{name}", description=description)
     add_flags(parser, (*fields, "log_level"))
     parser.add_argument(LIFELINE_FLAG, type=int, help=argparse.SUPPRESS)
@@ -69,6 +71,18 @@ def start_process(
     heart = inherited_heart(lifeline)
     heart.end_with_parent()
     return config, heart
+
+
+def know_home() -> None:
+    """Have a home, for this process and its children, where the user has none, as any uid in a container: /.
+
+    Container engines say the same. Whoever writes there finds out whether it can be written.
+    """
+    if "HOME" not in os.environ:
+        try:
+            pwd.getpwuid(os.getuid())
+        except KeyError:
+            os.environ["HOME"] = "/"
 
 
 def inherited_heart(fd: int | None) -> Heart:

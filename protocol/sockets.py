@@ -113,7 +113,10 @@ def hold_address(address: str) -> Iterator[None]:
         raise ValueError(
             f"the socket path {path} is longer than {MAX_IPC_PATH_BYTES} bytes: choose a shorter directory"
         )
-    _ensure_private(path.parent)
+    try:
+        _ensure_private(path.parent)
+    except OSError as error:
+        raise ValueError(f"no directory for sockets can be made at {path.parent}: {error.strerror}") from None
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -37,7 +37,8 @@ def cache_directory() -> Path:
 
     Numba notices changes in a function's own file only, not in the files it calls into; hence the digest of all.
     """
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = os.path.expanduser("~")  # which it stays for a user without a home
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache"))
     base = Path(os.environ.get("NUMBA_CACHE_DIR") or user_cache / "octavo" / "numba")
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources))

@@ -81,7 +81,8 @@ def shipped(is_complete: bool = False) -> list[tuple[Configuration, str]]:
 
 def cache_directory() -> Path:
     """Return where compiled kernels are kept: TRITON_CACHE_DIR, or a folder in the user's cache."""
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    home = os.path.expanduser("~")  # which it stays for a user without a home
+    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache"))
     return Path(os.environ.get("TRITON_CACHE_DIR") or user_cache / "octavo" / "triton")
 
 
