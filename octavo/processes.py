@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -249,18 +249,24 @@ class Processes:
         if role != "executor":
             return [self._start_process(role, self.config)]
         self._num_executor_lives += 1
-        with ExitStack() as unless_all_start:
-            ranks = []
-            for config in rank_configs(self.config, self._num_executor_lives):
-                ranks.append(rank := self._start_process(role, config))
-                unless_all_start.callback(rank.lifeline.close)
-                unless_all_start.callback(end_processes, [rank])
-            unless_all_start.pop_all()
-        return ranks
+        configs = rank_configs(self.config, self._num_executor_lives)
+        return start_together(partial(self._start_process, role, config) for config in configs)
 
     def _start_process(self, role: str, config: Config) -> Process:
         environ = child_environ(config, os.environ, secrets=role == "gateway")
         return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
+
+
+def start_together(starts: Iterable[Callable[[], Process]]) -> list[Process]:
+    """Start an executor's ranks: all of them or, if OSError is raised, none."""
+    with ExitStack() as unless_all_start:
+        ranks = []
+        for start in starts:
+            ranks.append(rank := start())
+            unless_all_start.callback(rank.lifeline.close)
+            unless_all_start.callback(end_processes, [rank])
+        unless_all_start.pop_all()
+    return ranks
 
 
 def why_ended_early(ended: str, statuses: Sequence[int]) -> str:

@@ -21,19 +21,30 @@ DESCRIPTION = (
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo supervise [--hang-timeout-s X] -- python -m scheduler [--flag VALUE ...]"
+    parser.usage = "octavo supervise [--hang-timeout-s X] [--all-ranks] -- python -m scheduler [--flag VALUE ...]"
     parser.description = DESCRIPTION
     parser.set_defaults(run=run)
     add_flags(parser, ("hang_timeout_s", "log_level"))
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="COMMAND is an executor's: run it OCTAVO_TENSOR_PARALLEL_SIZE times, as its ranks",
+    )
     parser.add_argument("program", metavar="COMMAND", nargs="+", help="python -m gateway, scheduler or executor")
 
 
 def run(flags: Mapping[str, Any]) -> int:
-    config = read_config(flags)
+    all_ranks = flags["all_ranks"]
+    config = read_config({name: value for name, value in flags.items() if name != "all_ranks"})
     configure_logging("supervise", config.log_level)
     say_what_has_no_effect(os.environ, FIELDS)
     # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
     program = flags["program"]
     if program[0] in ("python", "python3"):
         program = [sys.executable, *program[1:]]  # the one that has Octavo
-    return supervise(program, config.hang_timeout_s, STOP_GRACE_S + config.shutdown_timeout_s)
+    return supervise(
+        program,
+        config.hang_timeout_s,
+        STOP_GRACE_S + config.shutdown_timeout_s,
+        num_ranks=config.tensor_parallel_size if all_ranks else 1,
+    )

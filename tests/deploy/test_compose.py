@@ -19,7 +19,6 @@ OURS = ("gateway", "scheduler", "executor")
 # Of one machine or of one process: what the stack chooses itself, or has no use for.
 OWN_HTTP = {"host", "port", "uds", "metrics_port", "api_key", "shutdown_timeout_s"}
 CHOSEN_HERE = {*LAUNCHER_FIELDS, *OWN_HTTP, "model", "served_model_name"}
-ONE_RANK = {"tensor_parallel_size"}  # ranks are services of their own, which this stack has not
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +51,7 @@ def test_every_setting_reaches_the_processes(stack: dict[str, Any]) -> None:
     names = {*stack["x-settings"], *stack["services"]["pull"]["environment"]}
     passed_on = {name.removeprefix(PREFIX).lower() for name in names if name.startswith(PREFIX)}
     assert passed_on <= FIELDS.keys()
-    assert FIELDS.keys() - passed_on == (CHOSEN_HERE - {"model", "served_model_name"}) | ONE_RANK
+    assert FIELDS.keys() - passed_on == CHOSEN_HERE - {"model", "served_model_name"}
 
 
 def test_the_key_reaches_the_gateways_alone(stack: dict[str, Any]) -> None:
@@ -125,7 +124,8 @@ def test_nginx_never_sends_a_post_twice() -> None:
 @pytest.mark.parametrize("service", OURS)
 def test_each_process_runs_supervised(stack: dict[str, Any], service: str) -> None:
     command = stack["services"][service]["command"]
-    assert command == ["octavo", "supervise", "--", "python", "-P", "-m", service]
+    flags = ["--all-ranks"] if service == "executor" else []
+    assert command == ["octavo", "supervise", *flags, "--", "python", "-P", "-m", service]
     assert importlib.util.find_spec(f"{service}.__main__")
 
 
@@ -157,6 +157,12 @@ def test_images_have_all_packages_and_nothing_else() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     others = {"LICENSE", "README.md", "deploy/requirements.py", "pyproject.toml", "requirements.lock"}
     assert kept == packages | others
+
+
+def test_as_many_gpus_as_ranks_are_asked_for() -> None:
+    executor = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]["executor"]
+    [devices] = executor["deploy"]["resources"]["reservations"]["devices"]
+    assert devices["count"] == "${OCTAVO_TENSOR_PARALLEL_SIZE:-1}"
 
 
 @pytest.mark.parametrize("override", ["compose.gpu.yaml", "compose.rocm.yaml"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 from protocol.process import start_process
@@ -30,6 +31,17 @@ def main() -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, lambda number, _: sys.exit(10 + number))
             leave_orphan(directory)
+            stand_still()
+        case "refuses" if os.environ["OCTAVO_RANK"] == "1":
+            stand_still()
+        case "ranks":
+            rank, address = os.environ["OCTAVO_RANK"], os.environ["OCTAVO_DISTRIBUTED_ADDRESS"]
+            with (directory / "ranks").open("a") as file:
+                file.write(f"{rank} {address}\n")
+            while rank == "1" and address.endswith("/1"):  # in the first life
+                if len((directory / "ranks").read_text().splitlines()) == 3:
+                    return 1
+                time.sleep(0.01)
             stand_still()
         case "ignores":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,8 @@
 """`octavo supervise`, with a child that does as its test asks."""
 
+import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -104,3 +106,35 @@ def test_what_cannot_be_supervised_is_said(arguments: list[str], status: int, sa
     command = [sys.executable, "-m", "octavo", "supervise", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_all_ranks_run_meet_end_and_start_again_together(tmp_path: Path) -> None:
+    """Rank 1 ends in its first life."""
+    command = [sys.executable, "-m", "octavo", "supervise", "--all-ranks", "--", *child("ranks", tmp_path)]
+    supervisor = subprocess.Popen(command, env={**os.environ, "OCTAVO_TENSOR_PARALLEL_SIZE": "3"})
+    wait_until((tmp_path / "ranks").exists)
+    wait_until(lambda: len((tmp_path / "ranks").read_text().splitlines()) == 6)
+    met = [line.split() for line in (tmp_path / "ranks").read_text().splitlines()]
+    places: dict[str, list[str]] = {}
+    for rank, address in met:
+        places.setdefault(address, []).append(rank)
+    assert [sorted(ranks) for ranks in places.values()] == [["0", "1", "2"]] * 2
+    directories = {Path(address.removeprefix("file://")).parent for address in places}
+    assert [stat.S_IMODE(directory.stat().st_mode) for directory in directories] == [0o700]
+    supervisor.terminate()
+    assert supervisor.wait(30) == 128 + signal.SIGTERM
+    assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_ranks_that_refuse_to_start_end_all_of_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "octavo", "supervise", "--all-ranks", "--", *child("refuses", tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OCTAVO_TENSOR_PARALLEL_SIZE": "2"}, timeout=60)
+    assert done.returncode == 2
+    assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
+
+
+def test_all_ranks_of_one_are_one_process_that_meets_nobody(tmp_path: Path) -> None:
+    done = supervise_to_the_end("fails", tmp_path, "--all-ranks")
+    assert done.returncode == 2
+    assert len(lives(tmp_path)) == 2
