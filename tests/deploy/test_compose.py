@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from octavo.settings import LAUNCHER_FIELDS
-from protocol.config import FIELDS, PREFIX, Config, load_config
+from protocol.config import FIELDS, Config, load_config
+from protocol.foreign import PREFIX
 from protocol.link_keys import client_keys, make_keys, server_keys
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 from octavo.cli import build_parser
-from protocol.config import PREFIX, Config, load_config
 from protocol.config import SECRETS as CONFIG_SECRETS
+from protocol.config import Config, load_config
+from protocol.foreign import PREFIX
 from protocol.link_keys import check_ranks_link, client_keys, make_keys, server_keys
 from tests.fakes.kustomize import Manifest, build, name_of
 
