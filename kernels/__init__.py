@@ -27,7 +27,6 @@ from kernels.groupwise import GroupwiseWeight
 __all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "PackedLinear", "available_backends", "choose_backend"]
 
 NAMES = ("triton", "cpu", "reference")
-OTHERS_NAMES = ("FLASH_ATTN", "FLASHINFER")  # of kernels that other servers have
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LEAST_CAPABILITY = (8, 0)  # of the GPUs that the Triton kernels are compiled for; AMD's call themselves 9 and more
 
@@ -57,9 +56,12 @@ def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
     `gpu` is what `find_gpu` finds. Raises ValueError, naming those that this machine has, for any other, and for
     "auto" where there is a GPU that torch cannot use: nobody wants to serve on the CPU beside one by mistake.
     """
-    if name not in ("auto", *NAMES, *OTHERS_NAMES):
-        raise ValueError(f"attention_backend {name!r} is unknown{_nearest(name)}; there are: auto, {', '.join(NAMES)}")
     gpu = gpu or find_gpu()
+    if name not in ("auto", *NAMES):
+        raise ValueError(
+            f"attention_backend {name!r} is unknown{_nearest(name) or ';'} Octavo has kernels of its own, on this"
+            f" machine: auto, {', '.join(available_backends(gpu))}"
+        )
     if name == "auto" and gpu.is_broken:
         raise ValueError(
             f"this machine has a GPU, but {_torch()} cannot use it: {gpu.complaint}. Install a driver new enough"
@@ -79,7 +81,7 @@ def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
 
 def _nearest(name: str) -> str:
     close = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def _why_no_triton(name: str, gpu: Gpu) -> str:

@@ -8,7 +8,7 @@ from typing import TypeVar
 from protocol.config import FIELDS, Config, ConfigError, describe, load_config, refuse_foreign_keys
 from protocol.foreign import say_what_has_no_effect
 from protocol.process import know_home
-from protocol.suggestions import suggestion
+from protocol.suggestions import setting_suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = (
@@ -92,4 +92,4 @@ def with_settings(kind: AnyClass) -> AnyClass:
 def _why(caller: str, name: str) -> str:
     if name in LAUNCHER_FIELDS:
         return f": {caller} chooses its own"
-    return suggestion(name, KEYWORDS)
+    return setting_suggestion(name, KEYWORDS)

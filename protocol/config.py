@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.foreign import PREFIX, foreign_keys, is_platforms
-from protocol.suggestions import suggestion
+from protocol.suggestions import setting_suggestion
 
 
 class ConfigError(ValueError):
@@ -332,7 +332,7 @@ def load_config(environ: Mapping[str, str], overrides: Mapping[str, object] | No
             values[_field_of(key)] = text
     for name, value in (overrides or {}).items():
         if name not in FIELDS:
-            raise ConfigError(f"unknown setting {name}{suggestion(name, FIELDS)}")
+            raise ConfigError(f"unknown setting {name}{setting_suggestion(name, FIELDS)}")
         values[name] = value
     converted: dict[str, Any] = {name: _convert(name, value) for name, value in values.items()}
     try:
@@ -403,7 +403,7 @@ def _field_of(variable: str) -> str:
     """Return the name of the field that OCTAVO_<NAME> sets. Raises ConfigError."""
     known = {PREFIX + name.upper(): name for name in FIELDS}
     if variable not in known:
-        raise ConfigError(f"unknown variable {variable}{suggestion(variable, known)}")
+        raise ConfigError(f"unknown variable {variable}{setting_suggestion(variable, known)}")
     return known[variable]
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config, refuse_foreign_keys
 from protocol.foreign import say_what_has_no_effect
 from protocol.lifeline import LIFELINE_FLAG, Heart
-from protocol.suggestions import suggestion
+from protocol.suggestions import setting_suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
@@ -36,8 +36,11 @@ class ArgumentParser(argparse.ArgumentParser):
         values, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
-            self.error(f"unknown argument {flag}{suggestion(flag, self._option_string_actions)}")
+            self.error(f"unknown argument {flag}{setting_suggestion(flag, self._option_string_actions)}")
         return values, unknown
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        return []  # argparse would read -t, another server's number of threads, as the beginning of -tp
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"{self.prog}: {paragraph(message)}\n")

@@ -3,45 +3,27 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
+from protocol.other_servers import OTHER_NAMES, sentence
+
 LEAST_LIKENESS = 0.65  # of the whole name
 LEAST_WORD_LIKENESS = 0.58  # of each word that was typed; a beginning, such as "mem" of "memory", is like it too
 
-# What other servers call a setting of ours.
-OTHER_NAMES = {
-    "chunked_prefill_size": "max_num_batched_tokens",
-    "context_length": "max_model_len",
-    "ctx_size": "max_model_len",
-    "max_prefill_tokens": "max_num_batched_tokens",
-    "max_running_requests": "max_num_seqs",
-    "max_seq_len": "max_model_len",
-    "max_seq_len_to_capture": "max_model_len",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "model_path": "model",
-    "num_gpu_blocks_override": "kv_cache_memory_bytes",
-    "page_size": "block_size",
-    "tp": "tensor_parallel_size",
-    "tp_size": "tensor_parallel_size",
-    "uvicorn_log_level": "log_level",
-}
-# What other servers let one choose and this one does not.
-NO_CHOICE = {
-    "disable_log_requests": "requests are not logged",
-    "disable_log_stats": "the figures are at /metrics, not in the log",
-    "swap_space": "the KV cache is not swapped out: a sequence that is preempted is computed again",
-    "dp": "start one server a replica",
-    "data_parallel_size": "start one server a replica",
-    "pp": "a model is divided by tensor_parallel_size only",
-    "pipeline_parallel_size": "a model is divided by tensor_parallel_size only",
-}
+
+def setting_suggestion(typed: str, known: Iterable[str]) -> str:
+    """Return what `suggestion` does for the name of a setting or, if another server has it and this one has not,
+    "; " and what is to be done instead.
+    """
+    known = list(known)
+    said = "" if _bare(typed) in map(_bare, known) else sentence(_bare(typed))
+    return f"; {said}" if said else suggestion(typed, known)
 
 
 def suggestion(typed: str, known: Iterable[str]) -> str:
-    """Return "; did you mean X?" for the one of the names `known` that was meant by `typed`, or what else there is to
-    say, or nothing. Names may be flags (--max-num-seqs), variables (OCTAVO_MAX_NUM_SEQS) or keywords (max_num_seqs).
+    """Return "; did you mean X?" for the one of the names `known` that was meant by `typed`, or nothing.
+
+    Names may be flags (--max-num-seqs), variables (OCTAVO_MAX_NUM_SEQS) or keywords (max_num_seqs).
     """
     name, names = _bare(typed), {_bare(other): other for other in known}
-    if name in NO_CHOICE and name not in names:
-        return f"; {NO_CHOICE[name]}"
     meant = OTHER_NAMES.get(name, "")
     if meant not in names:
         meant = max(
