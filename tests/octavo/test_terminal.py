@@ -115,9 +115,13 @@ async def test_a_server_that_is_not_there_is_said(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err.startswith("octavo: not a url")
 
 
-async def test_an_address_without_v1_is_hinted_at(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await octavo("chat", "--url", served.url, "--api-key", "right", "-q", "hi") == 1
-    assert f"({served.url} does not end in /v1" in capsys.readouterr().err
+async def test_an_address_without_v1_answers_and_another_that_is_not_there_is_hinted_at(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await octavo("chat", "--url", served.url, "--api-key", "right", "-q", "hi") == 0
+    capsys.readouterr()
+    assert await octavo("chat", "--url", f"{served.url}/api", "--api-key", "right", "-q", "hi") == 1
+    assert f"({served.url}/api does not end in /v1" in capsys.readouterr().err
 
 
 async def piped(served: Served, command: str, text: bytes) -> tuple[int, str, str]:
