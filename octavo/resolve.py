@@ -42,11 +42,11 @@ def resolve_model(
     """Return the local directory of `model`, downloading and converting what is not there yet.
 
     `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope, or
-    None for the demo: its 4-bit GGUF file or, if `expands_demo`, what that is in bfloat16. The directory has
-    config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a linked
-    GGUF file. Raises ModelError, whose message says in one paragraph what is wrong and what to do.
+    None or its name for the demo: its 4-bit GGUF file or, if `expands_demo`, what that is in bfloat16. The directory
+    has config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a
+    linked GGUF file. Raises ModelError, whose message says in one paragraph what is wrong and what to do.
     """
-    if model is None:
+    if model is None or _names_demo(model):
         return ResolvedModel(expanded_demo() if expands_demo else _gguf_directory(demo_gguf()), DEMO_NAME)
     directory = _locate(model, trust_remote_code, needs_weights, use_modelscope)
     require_checkpoint(directory, model, trust_remote_code=trust_remote_code, needs_weights=needs_weights)
@@ -73,9 +73,9 @@ def resolve_config(
 ) -> Path:
     """Return a local directory with the config.json of `model`; of an id only small files are fetched.
 
-    A GGUF file is described, as for serving; the demo (None) has to be here already. Raises ModelError.
+    A GGUF file is described, as for serving; the demo has to be here already. Raises ModelError.
     """
-    if model is None:
+    if model is None or _names_demo(model):
         return present_expanded_demo() if expands_demo else _gguf_directory(present_demo_gguf())
     path = _expanded(model)
     if path.is_file():
@@ -97,6 +97,11 @@ def resolve_config_of(config: Config) -> Path:
         use_modelscope=config.use_modelscope,
         expands_demo=_expands_demo(config),
     )
+
+
+def _names_demo(model: str) -> bool:
+    """Whether `model` is the name by which a server shows the demo, and nothing that lies here."""
+    return model == DEMO_NAME and not Path(model).exists()
 
 
 def _expands_demo(config: Config) -> bool:

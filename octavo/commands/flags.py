@@ -18,7 +18,8 @@ from protocol.config import (
 )
 
 MODEL_HELP = (
-    "a directory, a Hugging Face id or a .gguf file; without it, the demo model SmolLM2-135M-Instruct in 4 bits"
+    "a directory, a Hugging Face id or a .gguf file; without it, the demo model in 4 bits, which its name,"
+    " SmolLM2-135M-Instruct, means too"
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from octavo.cli import main
 from octavo.demo import DEMO_NAME, demo_gguf, extract_gguf
 from octavo.errors import ModelError
-from octavo.resolve import ResolvedModel, resolve_config_of, resolve_model, resolve_model_of
+from octavo.resolve import ResolvedModel, resolve_config, resolve_config_of, resolve_model, resolve_model_of
 from protocol.config import load_config
 
 
@@ -53,6 +54,39 @@ def test_only_a_named_dtype_or_a_rounding_expands_it(
     config = load_config({}, settings)
     assert (resolve_model_of(config).directory == demo_directory) is is_expanded
     assert resolve_config_of(config) == resolve_model_of(config).directory
+
+
+@pytest.mark.parametrize("command", ["pull", "serve --dry-run"])
+def test_the_name_that_a_server_shows_means_the_demo(
+    command: str,
+    demo_directory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)  # no directory of that name is here
+    assert main(command.split()) == 0
+    unnamed = capfd.readouterr()
+    assert main([*command.split(), "SmolLM2-135M-Instruct"]) == 0
+    named = capfd.readouterr()
+    assert named.out.splitlines()[0] == unnamed.out.splitlines()[0]  # further on, how much memory is free
+    assert named.err == unnamed.err
+
+
+def test_the_name_is_the_demos_in_each_form_and_wherever_models_come_from(demo_directory: Path) -> None:
+    assert resolve_model(DEMO_NAME) == resolve_model(None)
+    assert resolve_model(DEMO_NAME, use_modelscope=True) == resolve_model(None)
+    assert resolve_model(DEMO_NAME, expands_demo=True) == ResolvedModel(demo_directory, DEMO_NAME)
+    assert resolve_config(DEMO_NAME, expands_demo=True) == demo_directory
+
+
+def test_a_directory_of_that_name_is_itself(
+    demo_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(DEMO_NAME).symlink_to(demo_directory)
+    assert resolve_model(DEMO_NAME).directory == tmp_path / DEMO_NAME
+    assert resolve_config(DEMO_NAME) == tmp_path / DEMO_NAME
 
 
 def test_config(demo_directory: Path) -> None:
