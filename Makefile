@@ -12,7 +12,7 @@ WHOLE_SUITE := -n 2 --dist loadscope --no-loadscope-reorder
 EDITABLE := --config-settings editable_mode=compat
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo-model test gpu-check lint clean
+.PHONY: help setup serve demo-model test gpu-check lint wheel clean
 
 help:
 	@echo "Octavo: an inference server for large language models"
@@ -26,6 +26,7 @@ help:
 	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
 	@echo "  make gpu-check     check and time every kernel and a model on this machine's GPU; ARGS='--interpret' without"
 	@echo "  make lint          check format, style and types"
+	@echo "  make wheel         build dist/octavo-VERSION-py3-none-any.whl, without the set-up"
 	@echo "  make clean         remove $(VENV) and what tools left here; models in your cache stay"
 	@echo
 	@echo "  PYTHON=python3.12  the Python (3.11 or newer) that $(VENV) is made with"
@@ -64,6 +65,15 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+# In an environment of its own, as torch and the rest are not needed. What an older build left would come along.
+wheel:
+	@rm -rf build dist/octavo-*.whl
+	@$(PYTHON) -m venv build/tools
+	@build/tools/bin/python -m pip install --disable-pip-version-check --quiet --constraint requirements.lock setuptools
+	@build/tools/bin/python -m pip wheel --disable-pip-version-check --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@rm -rf build
+	@ls dist/octavo-*.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

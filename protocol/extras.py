@@ -71,6 +71,6 @@ def _absent(extra: str) -> list[str]:
 
 def _sentence(what: str, module: str, extras: list[str]) -> str:
     return (
-        f"{what} needs {module}, which is not installed here. This installs it and whatever else is needed: "
-        f'pip install "octavo[{",".join(extras)}]"'
+        f"{what} needs {module}, which is not installed here. In Octavo's checkout (or with its wheel in place of the "
+        f'dot) this installs it and whatever else is needed: pip install ".[{",".join(extras)}]"'
     )

@@ -168,27 +168,30 @@ def test_the_command_runs_outside_the_checkout(
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["octavo", "serve"], 1, 'octavo: octavo serve needs gguf, {}: pip install "octavo[gateway,executor]"\n'),
+        (["octavo", "serve"], 1, 'octavo: octavo serve needs gguf, {}: pip install ".[gateway,executor]"\n'),
         (
             ["octavo", "serve", "--dry-run"],
             1,
-            'octavo: octavo serve needs gguf, {}: pip install "octavo[gateway,executor]"\n',
+            'octavo: octavo serve needs gguf, {}: pip install ".[gateway,executor]"\n',
         ),
         (
             ["octavo", "bench", "serve"],
             1,
-            'octavo: octavo bench serve needs aiohttp, {}: pip install "octavo[bench]"\n',
+            'octavo: octavo bench serve needs aiohttp, {}: pip install ".[bench]"\n',
         ),
-        (["octavo", "pull"], 1, 'octavo: octavo pull needs gguf, {}: pip install "octavo[gateway]"\n'),
-        (["gateway"], 2, 'python -m gateway: it needs gguf, {}: pip install "octavo[gateway]"\n'),
-        (["executor"], 2, 'python -m executor: it needs torch, {}: pip install "octavo[executor]"\n'),
+        (["octavo", "pull"], 1, 'octavo: octavo pull needs gguf, {}: pip install ".[gateway]"\n'),
+        (["gateway"], 2, 'python -m gateway: it needs gguf, {}: pip install ".[gateway]"\n'),
+        (["executor"], 2, 'python -m executor: it needs torch, {}: pip install ".[executor]"\n'),
     ],
 )
 def test_a_missing_extra_is_one_sentence(
     arguments: list[str], status: int, said: str, installation: Installation, tmp_path: Path
 ) -> None:
     done = installation.run(installation.bare, "-m", *arguments, cwd=tmp_path)
-    absent = "which is not installed here. This installs it and whatever else is needed"
+    absent = (
+        "which is not installed here. In Octavo's checkout (or with its wheel in place of the dot) this installs it and"
+        " whatever else is needed"
+    )
     assert (done.returncode, done.stdout, done.stderr) == (status, "", said.format(absent))
 
 
