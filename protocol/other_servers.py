@@ -165,7 +165,7 @@ _NOT_HERE = {
         otlp_traces_endpoint collect_detailed_traces show_time_cost""",
     "no profiler is built in: start one around the process, such as nsys or py-spy": """
         profiler_config enable_layerwise_nvtx_tracing""",
-    "requests are not logged": """
+    "answers are logged at log_level debug alone, a line each; prompts and outputs never are": """
         enable_log_requests disable_log_requests enable_log_outputs enable_log_deltas max_log_len log_requests
         log_requests_level disable_uvicorn_access_log disable_access_log_for_endpoints""",
     "log_level is all there is to set of the log, which goes to stderr": """

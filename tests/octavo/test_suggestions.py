@@ -77,6 +77,8 @@ def test_nothing_is_suggested_for_what_nobody_has(flag: str, capsys: pytest.Capt
         ("-O3", "CUDA graphs unless enforce_eager"),
         ("-cc.mode", "CUDA graphs unless enforce_eager"),
         ("--compilation-config.mode", "CUDA graphs unless enforce_eager"),
+        ("--no-enable-log-requests", "at log_level debug alone"),
+        ("--disable-log-requests", "at log_level debug alone"),
         ("-ngl", "all layers are on the GPU"),
         ("--n-gpu-layers", "all layers are on the GPU"),
         ("-c", "did you mean --max-model-len?"),
