@@ -213,12 +213,11 @@ class ModelRunner:
         logits_RV = self.model.compute_logits(hidden_TE[: len(targets)])
         if self.parallel.rank > 0:
             return None
-        is_lazy = self.device.is_lazy
         largest_R, _ = self.backend.largest(logits_RV)
-        sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=is_lazy)
+        sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=self.device.is_lazy)
         [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
-        sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend, is_lazy=is_lazy)
+        sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend)
         return PromptSlice(sliced, largest_R)
 
 

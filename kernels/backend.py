@@ -133,6 +133,12 @@ class Backend(Protocol):
     def gather_logprobs(self, logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's log_softmax at its token (float32), and the token's rank, from 1 (int32)."""
 
+    def top_k(self, scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return each row's `k` highest scores (float32; or all), descending, and their tokens (int64).
+
+        Equal scores come in the order of their tokens, also where only some of them fit. No score is a NaN.
+        """
+
     def pack_linear(self, weight: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PackedLinear:
         """Return a linear layer of N outputs, for `linear` of the same backend.
 

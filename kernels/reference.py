@@ -132,6 +132,19 @@ def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Ten
     return chosen_R1[:, 0], ranks_R.to(torch.int32)
 
 
+def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Sort by integers that no two tokens of a row share, so that nothing has to look at the scores.
+
+    A float's bits, those of a negative one's magnitude inverted, are ordered as it is; below is the inverted token id.
+    """
+    bits_RV = (scores_RV + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
+    ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV)
+    last_id = scores_RV.shape[1] - 1
+    keys_RV = (ordered_RV << 32) + (last_id - torch.arange(last_id + 1, device=scores_RV.device))
+    ids_RK = last_id - (keys_RV.topk(min(k, last_id + 1)).values & 0xFFFFFFFF)
+    return scores_RV.gather(1, ids_RK), ids_RK
+
+
 class DenseLinear:
     """A linear layer in float32; a quantized one is dequantized at every use."""
 

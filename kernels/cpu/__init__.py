@@ -28,7 +28,7 @@ from kernels.cpu.operations import OPERATIONS
 from kernels.cpu.panel_linear import PanelLinear
 from kernels.cpu.products import embedding, linear, pack_linear
 from kernels.cpu.program import NO_WINDOW, Program
-from kernels.reference import gather_logprobs, uniform
+from kernels.reference import uniform
 
 __all__ = [
     "OPERATIONS",
@@ -48,6 +48,7 @@ __all__ = [
     "set_num_threads",
     "silu_and_mul",
     "store_kv",
+    "top_k",
     "uniform",
 ]
 
@@ -251,6 +252,24 @@ def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     find = sampling.largest if _is_small(logits) else sampling.largest_parallel
     find(logits, values_R, token_ids_R)
     return torch.from_numpy(values_R), torch.from_numpy(token_ids_R)
+
+
+def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
+    logprobs_RV = logits_RV.float().log_softmax(-1)
+    chosen_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
+    logprobs, ranks_R = logprobs_RV.numpy(), np.empty(len(chosen_R), np.int32)
+    count = sampling.rank if _is_small(logprobs) else sampling.rank_parallel
+    count(logprobs, chosen_R.numpy(), ranks_R)
+    return chosen_R, torch.from_numpy(ranks_R)
+
+
+def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    scores = scores_RV.contiguous().numpy()
+    shape = len(scores), min(k, scores.shape[1])
+    values_RK, token_ids_RK = np.empty(shape, np.float32), np.empty(shape, np.int64)
+    find = sampling.top_k if _is_small(scores) else sampling.top_k_parallel
+    find(scores, values_RK, token_ids_RK)
+    return torch.from_numpy(values_RK), torch.from_numpy(token_ids_RK)
 
 
 def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:

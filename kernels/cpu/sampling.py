@@ -241,3 +241,47 @@ def draw(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token_ids_R):
 def draw_parallel(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token_ids_R):
     for row in prange(len(token_ids_R)):
         token_ids_R[row] = _draw(bits_RV[row], probs_RV[row], top_k_R[row], top_p_R[row], min_p_R[row], uniform_R[row])
+
+
+@kernel()
+def rank(scores_RV, chosen_R, ranks_R):
+    for row in range(len(ranks_R)):
+        num_above = 0
+        for score in scores_RV[row]:
+            num_above += score > chosen_R[row]
+        ranks_R[row] = num_above + 1
+
+
+@kernel(parallel=True)
+def rank_parallel(scores_RV, chosen_R, ranks_R):
+    for row in prange(len(ranks_R)):
+        rank(scores_RV[row : row + 1], chosen_R[row : row + 1], ranks_R[row : row + 1])
+
+
+@routine()
+def _top(scores_V, values_K, token_ids_K):
+    """Keep the K highest scores in order; an equal one that comes later stands behind those before it, or nowhere."""
+    num_kept, most = 0, len(values_K)
+    for token_id in range(len(scores_V)):
+        score = scores_V[token_id]
+        if num_kept < most:
+            num_kept += 1
+        elif not score > values_K[most - 1]:
+            continue
+        place = num_kept - 1
+        while place > 0 and score > values_K[place - 1]:
+            values_K[place], token_ids_K[place] = values_K[place - 1], token_ids_K[place - 1]
+            place -= 1
+        values_K[place], token_ids_K[place] = score, token_id
+
+
+@kernel()
+def top_k(scores_RV, values_RK, token_ids_RK):
+    for row in range(len(scores_RV)):
+        _top(scores_RV[row], values_RK[row], token_ids_RK[row])
+
+
+@kernel(parallel=True)
+def top_k_parallel(scores_RV, values_RK, token_ids_RK):
+    for row in prange(len(scores_RV)):
+        _top(scores_RV[row], values_RK[row], token_ids_RK[row])

@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
-from kernels.reference import largest
+from kernels.reference import largest, top_k
 from kernels.triton.activations import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.drawing import draw
@@ -34,5 +34,6 @@ __all__ = [
     "scale_to_probs",
     "silu_and_mul",
     "store_kv",
+    "top_k",
     "uniform",
 ]

@@ -12,6 +12,7 @@ from executor.columns import make_columns, to_device
 from executor.device import CpuDevice
 from executor.sequences import SequenceState
 from kernels import cpu
+from kernels import reference as plain
 from kernels.philox import philox, uniform
 from protocol.messages import Logprobs, pack_ids
 from tests.fakes.lazy_device import NoLooks
@@ -153,15 +154,16 @@ def test_ties_at_the_border_of_top_k_go_to_lower_ids():
     logits_V = torch.zeros(200)
     logits_V[150] = 1.0
     assert set(np.flatnonzero(frequencies(logits_V, top_k=4))) == {0, 1, 2, 150}
-    values, ids = sampler.top_k(logits_V[None], 4)
-    assert ids.tolist() == [[150, 0, 1, 2]]
-    assert values.tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    for backend in (cpu, plain):
+        values, ids = backend.top_k(logits_V[None], 4)
+        assert ids.tolist() == [[150, 0, 1, 2]]
+        assert values.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
 def test_top_k_orders_equals_by_id_everywhere():
     logits_RV = random_logits(6, 500).round()
-    for k in (1, 3, 64, 500):
-        _, ids = sampler.top_k(logits_RV, k)
+    for k, backend in itertools.product((1, 3, 64, 500), (cpu, plain)):
+        _, ids = backend.top_k(logits_RV, k)
         for row in range(6):
             expected = sorted(range(500), key=lambda i, row=row: (-logits_RV[row, i].item(), i))[:k]
             assert ids[row].tolist() == expected
@@ -345,15 +347,16 @@ def test_masked_tokens_are_never_drawn():
 def test_top_k_of_wide_rows_is_that_of_a_whole_sort(vocab_size):
     for scores_RV in (random_logits(3, vocab_size), (random_logits(3, vocab_size) * 4).round() / 4):
         expected = scores_RV.sort(dim=-1, descending=True, stable=True)
-        for k, is_lazy in itertools.product((1, 20, 64, 300), (False, True)):
-            values, ids = sampler.top_k(scores_RV, k, is_lazy=is_lazy)
+        for k, backend in itertools.product((1, 20, 64, 300), (cpu, plain)):
+            values, ids = backend.top_k(scores_RV, k)
             assert torch.equal(values, expected.values[:, :k])
             assert torch.equal(ids, expected.indices[:, :k])
 
 
-def test_top_k_by_keys_orders_signed_zeros_infinities_and_more_than_there_are():
+@pytest.mark.parametrize("backend", [cpu, plain])
+def test_top_k_orders_signed_zeros_infinities_and_more_than_there_are(backend):
     scores_RV = torch.tensor([[0.0, -0.0, -math.inf, 5.0, -1e-40, 0.0, -2.0, 1e-40]])
-    _, ids = sampler.top_k(scores_RV, 100, is_lazy=True)
+    _, ids = backend.top_k(scores_RV, 100)
     assert ids.tolist() == [[3, 7, 0, 1, 5, 4, 6, 2]]
 
 
