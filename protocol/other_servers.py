@@ -71,6 +71,7 @@ _NOT_HERE = {
         distributed_executor_backend worker_use_ray ray_workers_use_nsight worker_cls worker_extension_cls
         disable_custom_all_reduce max_parallel_loading_workers""",
     "start further gateways for the same scheduler: `python -m gateway`": "api_server_count",
+    "gateway, scheduler and executor are always processes of their own": "disable_frontend_multiprocessing",
     "weights stay where they are computed with: take a model of fewer bits (quantization) or more ranks": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_prefetch_step
         offload_params moe_cpu_budget_gb moe_cpu_min_free_gb""",
@@ -132,7 +133,7 @@ _NOT_HERE = {
         additional_config""",
     "prompts are always computed in chunks; target_step_s and max_num_batched_tokens say how large": """
         max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold enable_mixed_chunk""",
-    "the order is fixed: API keys share the server evenly, and of each key the first request comes first": """
+    "the order is fixed: the first request comes first, and one of many sequences takes turns with the others": """
         scheduling_policy schedule_policy scheduler_cls schedule_conservativeness scheduler_delay_factor""",
     "one step is planned at a time, the next while it runs (async_scheduling)": """
         num_scheduler_steps multi_step_stream_outputs disable_async_output_proc disable_overlap_schedule

@@ -1,3 +1,4 @@
+import gc
 import itertools
 import math
 import sys
@@ -361,7 +362,10 @@ def test_top_k_orders_signed_zeros_infinities_and_more_than_there_are(backend):
 
 
 def opcodes_of(run):
-    """Return how many instructions of Python `run` takes, whatever the machine's load."""
+    """Return how many instructions of Python `run` takes, whatever the machine's load.
+
+    Garbage of earlier tests has finalizers, which would count: it is collected before.
+    """
     num_opcodes = 0
 
     def count(frame, event, _):
@@ -371,11 +375,14 @@ def opcodes_of(run):
         return count
 
     before = sys.gettrace()
+    gc.collect()
+    gc.disable()
     sys.settrace(count)
     try:
         run()
     finally:
         sys.settrace(before)
+        gc.enable()
     return num_opcodes
 
 

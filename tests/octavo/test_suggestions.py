@@ -86,6 +86,8 @@ def test_nothing_is_suggested_for_what_nobody_has(flag: str, capsys: pytest.Capt
         ("-t", "did you mean --num-threads?"),
         ("--mem-fraction-static", "did you mean --gpu-memory-utilization?"),
         ("--dp-size", "one server for each replica"),
+        ("--scheduling-policy", "one of many sequences takes turns with the others"),
+        ("--disable-frontend-multiprocessing", "processes of their own"),
     ],
 )
 def test_the_setting_that_was_meant_is_named(flag: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
