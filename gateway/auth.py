@@ -59,6 +59,7 @@ def _given_keys(scope: Scope) -> list[bytes]:
 
 def _refusal(scope: Scope) -> RequestError:
     given = _given_keys(scope)
-    message = "the API key is not known" if given else "an API key is needed: send Authorization: Bearer KEY"
+    needed = "an API key is needed: send Authorization: Bearer KEY, or X-Api-Key: KEY"
+    message = "the API key is not known" if given else needed
     code = "invalid_api_key" if given else "missing_api_key"
     return RequestError(message, status=401, code=code, headers={"WWW-Authenticate": "Bearer"})

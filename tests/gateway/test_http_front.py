@@ -85,6 +85,8 @@ async def test_a_key_may_come_as_x_api_key(guarded: Served, authorization: str |
     for key, status in (("sk-one", 200), ("sk-on", 401), ("", 401)):
         response = await guarded.http.get("/v1/models", headers={**headers, "x-api-key": key})
         assert response.status_code == status
+    message = (await guarded.http.get("/v1/models")).json()["error"]["message"]
+    assert message == "an API key is needed: send Authorization: Bearer KEY, or X-Api-Key: KEY"
 
 
 async def test_a_base_url_needs_no_v1(served: Served) -> None:
