@@ -3,13 +3,15 @@
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RequestError, error_body
 from gateway.request_id import new_request_id
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers; one read may bring more
+MAX_HEAD_BYTES = 64 << 10  # request line and headers, and what stands behind a chunked body; a piece may bring more
+PIECE_BYTES = 16 << 10  # of what was read: bounds the requests that one piece begins
 LAST_REQUEST_S = 1.0  # to a connection without any, once the server is told to stop
 
 
@@ -26,6 +28,9 @@ class UnchunkedCycle(RequestResponseCycle):
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection. The parser takes a head of any length, and time by its square; we close it before.
 
+    It is fed in pieces, and none while a request waits for the answer to the one before: so what a client sends ahead
+    stays in one read's bytes, which are few, and not in requests, which are large.
+
     While no answer is under way there is one deadline: for the first byte of a head (uvicorn's own wait ends with any
     byte), from there on for the whole head, and after an early answer for the rest of the body that nobody reads.
     """
@@ -35,10 +40,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._unfed = b""  # read, and not yet given to the parser
+        self._is_refused = False  # nothing more is read: what came was no HTTP
         self._num_heads = 0  # complete ones
+        self._num_parts = 0  # complete heads and messages, and pieces of bodies
         self._is_in_head = True
         self._has_head_begun = False
-        self._num_head_bytes = 0  # of reads that brought nothing but a part of the present one
+        self._num_head_bytes = 0  # of pieces that brought nothing but a part of a head, or of what is behind a body
         self._deadline: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
@@ -51,12 +59,42 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_in_head, num_heads = self._is_in_head, self._num_heads
-        super().data_received(data)
-        is_only_head = was_in_head and self._is_in_head and self._num_heads == num_heads
-        self._num_head_bytes = self._num_head_bytes + len(data) if is_only_head else 0
-        if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
+        self._unset_keepalive_if_required()
+        if not self._is_refused:
+            self._unfed += data
+            self._feed()
+
+    def _feed(self) -> None:
+        while self._unfed and not self.pipeline and not self.transport.is_closing():
+            piece, self._unfed = self._unfed[:PIECE_BYTES], self._unfed[PIECE_BYTES:]
+            num_parts = self._num_parts
+            self._parse(piece)
+            self._num_head_bytes = self._num_head_bytes + len(piece) if self._num_parts == num_parts else 0
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
+        if self._unfed:
+            self.flow.pause_reading()
+
+    def _parse(self, piece: bytes) -> None:
+        try:
+            self.parser.feed_data(piece)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(piece[upgrade.args[0] :])
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """Read the request as if it had asked for no other protocol: clients offer HTTP/2 so (`Upgrade: h2c`).
+
+        The parser takes what is behind such a head for that protocol, so another one gets the head without the offer.
+        """
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -64,8 +102,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._deadline is not None and not self._is_stopping:
             self._wait(self.HEAD_S)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # headers behind a body are of no use to any route
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                raise ValueError("this is no proxy")  # the parser's callbacks fail so: a 400
+            return
         self._stop_waiting()
+        self._num_parts += 1
         self._num_heads += 1
         self._is_in_head = self._has_head_begun = False
         super().on_headers_complete()
@@ -74,7 +121,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_stopping:
             self.cycle.keep_alive = False
 
+    def on_body(self, body: bytes) -> None:
+        self._num_parts += 1
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        self._num_parts += 1
         self._is_in_head = True
         super().on_message_complete()
         if self._deadline is not None:
@@ -82,6 +136,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._feed()
         if self.cycle.response_complete and not self.transport.is_closing():  # else the next one was sent already
             self._wait_for_client()
 
@@ -100,7 +155,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(LAST_REQUEST_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in the one envelope, and close."""
+        """Answer what is no HTTP in the one envelope, and close: behind the answers that are due."""
+        self._is_refused, self._unfed = True, b""
+        if self._is_answering():
+            self.cycle.keep_alive = False
+            return
         body = error_body(RequestError(msg, code="invalid_http"))
         head = (
             "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
@@ -108,6 +167,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         )
         self.transport.write(head.encode() + body)
         self.transport.close()
+
+    def _is_answering(self) -> bool:
+        """Whether the next bytes belong to an answer to a request that is there as a whole, or has begun."""
+        if self.cycle is None or self.cycle.response_complete:
+            return False
+        return bool(self.pipeline) or self.cycle.response_started or not self.cycle.more_body
 
     def _wait(self, seconds: float) -> None:
         """Close the connection in `seconds`, and not at a deadline that was set before."""

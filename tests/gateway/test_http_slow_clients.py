@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from gateway.body_limits import BodyTimes
-from gateway.http_protocol import BoundedHttpProtocol
+from gateway.http_protocol import PIECE_BYTES, BoundedHttpProtocol
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
 
@@ -195,4 +195,63 @@ async def test_an_answer_before_the_body_waits_for_the_rest_and_no_longer(
             writer.write(head(10).replace(CHAT.encode(), b"/nowhere"))
             assert (await answer(reader))[0] == 404
             writer.write(b" " * 10 + b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 200
+
+
+async def test_headers_behind_a_body_are_bounded_and_count_for_nothing(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    body = msgspec.json.encode(chat())
+    start = head(None) + b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(start + b"X-Request-Id: behind\r\n\r\n")
+        status, headers, _ = await answer(reader)
+        assert status == 200
+        assert headers["x-request-id"] != "behind"
+        writer.write(start + b"Name: value\r\n" * 20_000)
+        with suppress(ConnectionResetError):  # it still sends
+            assert b"invalid_http" in await reader.read()
+
+
+async def test_an_extension_of_a_chunk_is_bounded(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(head(None) + b"1;" + b"a" * 200_000)
+        with suppress(ConnectionResetError):  # it still sends
+            assert b"invalid_http" in await reader.read()
+
+
+async def test_requests_sent_ahead_wait_as_bytes(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    """Only what one piece of a read holds has become requests; the answers come in order all the same."""
+    request, num_requests = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", 3000
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(request * num_requests)
+        most = 0
+        for _ in range(num_requests):
+            assert (await answer(reader))[0] == 200
+            most = max(most, *(len(connection.pipeline) for connection in served.server.server_state.connections))
+        assert most <= PIECE_BYTES // len(request) + 1
+
+
+async def test_nonsense_behind_a_request_does_not_take_its_answer(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    body = msgspec.json.encode(chat())
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(head(len(body)) + body + b"\0nonsense\r\n\r\n")
+        status, headers, _ = await answer(reader)
+        assert (status, headers["connection"]) == (200, "close")
+        assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+async def test_an_offer_of_http_2_does_not_take_the_body(
+    tiny_model: Path, scheduler: FakeScheduler, is_split: bool
+) -> None:
+    """Java's client offers it in each request over plain HTTP."""
+    body = msgspec.json.encode(chat())
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n\r\n"
+    pieces = [head(len(body))[:-2] + offer, body]
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        for _ in range(2):
+            for piece in pieces if is_split else [b"".join(pieces)]:
+                writer.write(piece)
+                await asyncio.sleep(0.01)
             assert (await answer(reader))[0] == 200
