@@ -36,8 +36,11 @@ RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal once the model is ready, 1 if another rank has ended or cannot be met,
-    2 if the model cannot be served; a step that raises is a traceback, an earlier signal the end by itself."""
+    """Return the exit status.
+
+    0 after a signal once the model is ready, 1 if another rank has ended or cannot be met or another executor had the
+    place, 2 if the model cannot be served; a step that raises is a traceback, an earlier signal the end by itself.
+    """
     config, heart = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
         # While kernels compile, or a rank waits for another, no Python function could end it: the signal itself does.
@@ -53,7 +56,7 @@ def main() -> int:
         import kernels  # noqa: F401
         from executor.group import Relay, follow, is_local
         from executor.parallel import GroupLostError
-        from executor.server import serve
+        from executor.server import PlaceFreeError, serve
         from executor.startup import START_FAILURES, logger, start_executor
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
@@ -78,7 +81,7 @@ def main() -> int:
             serve(config.backend_address, keys, runner, executor.description, executor.progress, Relay(parallel))
         else:
             follow(runner, parallel, heart)
-    except GroupLostError as error:
+    except (GroupLostError, PlaceFreeError) as error:
         logger.error("%s", error)
         return 1
     return 0

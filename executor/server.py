@@ -115,6 +115,10 @@ class Flight(NamedTuple):
     launch_s: float  # how long the launch took of a device that computes later
 
 
+class PlaceFreeError(Exception):
+    """The scheduler has no executor, and this one's life, which another ended, cannot go on: a new one can begin."""
+
+
 class Server:
     """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor, `relay` has its other
     ranks do what it does."""
@@ -192,6 +196,10 @@ class Server:
         match message:
             case Welcome():
                 self._on_welcome(message)
+            case Displaced(by=""):
+                raise PlaceFreeError(
+                    "the executor that took the place of this one is gone: this one ends, to be started anew"
+                )
             case Displaced(by=by) if by != self._displaced_by:
                 self._displaced_by = by
                 logger.warning(

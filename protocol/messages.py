@@ -360,11 +360,14 @@ decode_from_executor: Callable[[bytes], FromExecutor] = _decoder(FromExecutor)
 
 
 class Displaced(Message, frozen=True):
-    """Answers ExecutorReady of a life whose place another one took: it will be given nothing as long as it lives."""
+    """Answers ExecutorReady of a life whose place another one took: it will be given nothing as long as it lives.
+
+    Once the other one is gone (no `by`), it ends, so that its supervisor starts it anew: a new life gets the place.
+    """
 
     scheduler_incarnation: str
     executor_incarnation: str
-    by: str  # the other one's `process`
+    by: str  # the other one's `process`, if it is there
 
 
 class Welcome(Message, frozen=True):

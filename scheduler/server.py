@@ -207,13 +207,15 @@ class Server:
             case Arrival.PRESENT:
                 frames = [self._welcome(), *self.link.unanswered()]
             case Arrival.STALE if self.link.is_idle(ready.executor_incarnation, now_s):
-                frames = [encode(self._displaced(ready))]
+                frames = [encode(self._displaced(ready, now_s))]
         for frame in frames:
             try_send(self.backend, [identity, frame])
         self._may_plan = True
 
-    def _displaced(self, idle: ExecutorReady) -> Displaced:
+    def _displaced(self, idle: ExecutorReady, now_s: float) -> Displaced:
         """Return what an executor is told that another one replaced, having told the operator once."""
+        if not self.link.can_progress(now_s):
+            return Displaced(self.incarnation, idle.executor_incarnation, "")
         by = self.described.process if self.described is not None else ""
         if idle.executor_incarnation not in self._displaced_executors:
             self._displaced_executors.add(idle.executor_incarnation)

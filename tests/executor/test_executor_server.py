@@ -3,7 +3,7 @@ import zmq
 
 from executor.group import Relay
 from executor.parallel import ALONE
-from executor.server import NUM_KEPT_RESULTS, ProgressReporter, Server, StepProgress, connect
+from executor.server import NUM_KEPT_RESULTS, PlaceFreeError, ProgressReporter, Server, StepProgress, connect
 from protocol.messages import Displaced, ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.fake_backend import FakeBackend
@@ -133,6 +133,13 @@ def test_one_whose_place_another_took_says_so_once(link, caplog):
     assert caplog.text.count("another executor (process 7 on elsewhere) took the place of this one") == 1
     link.exchange(Displaced(SCHEDULER, EXECUTOR, "process 8 on elsewhere"))
     assert caplog.text.count("process 8 on elsewhere") == 1
+
+
+def test_one_whose_place_is_free_again_ends_to_be_started_anew(link):
+    link.welcome()
+    link.exchange(Displaced(SCHEDULER, EXECUTOR, "process 7 on elsewhere"))
+    with pytest.raises(PlaceFreeError, match="this one ends"):
+        link.exchange(Displaced(SCHEDULER, EXECUTOR, ""))
 
 
 def test_steps_are_done_in_the_order_of_their_numbers(link):

@@ -433,6 +433,22 @@ def test_an_executor_whose_place_another_took_is_told_and_both_logs_and_gateways
             assert f"executor {executor.incarnation} (process {executor.incarnation})" in said
 
 
+def test_an_executor_is_told_that_the_one_which_took_its_place_is_gone(directory):
+    config = toy_config(directory, peer_timeout_s=1.0)
+    with (
+        SchedulerThread(config),
+        FakeGateway(config.frontend_address) as gateway,
+        FakeExecutor(config.backend_address) as first,
+    ):
+        gateway.wait_ready()
+        with FakeExecutor(config.backend_address) as second:
+            wait_until(lambda: first.displaced_by == f"process {second.incarnation}")
+        wait_until(lambda: first.displaced_by == "")
+        first.kill()
+        with FakeExecutor(config.backend_address):
+            assert_served(gateway)
+
+
 def test_an_executor_that_starts_again_is_no_cause_for_a_warning(directory, caplog):
     config = toy_config(directory)
     with SchedulerThread(config), FakeGateway(config.frontend_address) as gateway:
