@@ -19,6 +19,8 @@ from gateway.least_tokens import LeastTokens
 from gateway.text_cuts import SLICE_CHARACTERS, find_cuts, slices
 from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
 
+AGAIN = "Download the model again"
+
 
 class TooManyTokens(ValueError):  # noqa: N818  (what a text has)
     """A text that has at least `at_least` tokens, which is more than was allowed; how many, nobody knows."""
@@ -46,9 +48,12 @@ class Tokenizer:
             token.normalized for token in special.values()
         )
         described = msgspec.json.decode(content)
-        self._cut, self._least = find_cuts(described), LeastTokens(described)
+        try:
+            self._cut, self._least = find_cuts(described), LeastTokens(described)
+            self._decoder_kinds = _kinds(described.get("decoder") or {})
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # the library takes lists for objects
+            raise ValueError(f"{self.path} cannot be used: it is not as tokenizers write it. {AGAIN}") from error
         self._around = self._find_around()
-        self._decoder_kinds = _kinds(described.get("decoder") or {})
         # Bytes follow one another, and nothing else is done to them: only a character that is cut has neighbours.
         self._texts: dict[int, str] | None = {} if self._decoder_kinds == {"ByteLevel"} else None
 
@@ -184,7 +189,7 @@ def _read(path: Path) -> bytes:
     try:
         return read_bounded(path, LARGEST_LIST_BYTES)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be used: {error}. Download the model again") from None
+        raise ValueError(f"{path} cannot be used: {error}. {AGAIN}") from None
 
 
 def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
@@ -197,7 +202,7 @@ def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # of errors nothing narrower is raised; a panic of Rust is no Exception
-        raise ValueError(f"{path} cannot be used: {error}. Download the model again") from error
+        raise ValueError(f"{path} cannot be used: {error}. {AGAIN}") from error
     return tokenizer
 
 
@@ -210,7 +215,7 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
 
 def _renamed(content: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Return the tokenizer.json `content` with the tokens `names` renamed wherever their text would be looked up."""
-    for token in content["added_tokens"]:
+    for token in content.get("added_tokens", ()):
         token["content"] = names.get(token["content"], token["content"])
     model = content["model"]
     vocabulary = model["vocab"]

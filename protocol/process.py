@@ -108,14 +108,19 @@ def paragraph(reason: Exception | str) -> str:
     return " ".join(str(reason).split()).translate(CONTROLS) or type(reason).__name__
 
 
+class HarmlessFormatter(logging.Formatter):
+    """A line or several, which may hold a stranger's words: a terminal obeys none of them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(line.translate(CONTROLS) for line in super().format(record).split("\n"))
+
+
 def configure_logging(name: str, level: str) -> None:
     """Log to stderr, each line with the time and which process speaks; what libraries note only at `debug`."""
     least = logging.getLevelNamesMapping()[level.upper()]
     for package in OURS:
         logging.getLogger(package).setLevel(least)
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=least if least == logging.DEBUG else max(least, logging.WARNING),
-        format=f"%(asctime)s %(levelname).1s {name}: %(message)s",
-        datefmt="%H:%M:%S",
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(HarmlessFormatter(f"%(asctime)s %(levelname).1s {name}: %(message)s", "%H:%M:%S"))
+    level_of_others = least if least == logging.DEBUG else max(least, logging.WARNING)
+    logging.basicConfig(level=level_of_others, handlers=[handler])

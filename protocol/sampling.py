@@ -5,6 +5,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # an executor has them in columns of 64 bits
+
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampling of one sequence. Every field is set by the gateway; a default here means "off".
@@ -13,21 +15,21 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     `stop_token_ids` is what the user asked for. `min_tokens` masks both.
     """
 
-    max_tokens: Annotated[int, Meta(ge=0)]
+    max_tokens: Natural
     seed: Annotated[int, Meta(ge=0)]  # 64 bits, unsigned
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] = 1.0  # 0 is greedy
-    top_k: Annotated[int, Meta(ge=0)] = 0  # 0 is off
+    top_k: Natural = 0  # 0 is off
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0.0)] = 1.0
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    min_tokens: Natural = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
-    num_logprobs: Annotated[int, Meta(ge=0)] | None = None  # alternatives a token beside its own; None is none at all
-    num_prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None  # the same for the prompt
+    num_logprobs: Natural | None = None  # alternatives a token beside its own; None is none at all
+    num_prompt_logprobs: Natural | None = None  # the same for the prompt
 
     @property
     def has_penalties(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 from octavo.convert.metadata import GGUFFile
 from octavo.errors import ModelError
+from protocol.process import paragraph
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ def check_keys(file: GGUFFile, head_dim: int) -> None:
     ignored += [key for key in file.keys if not _matches(key, known, file)]
     if ignored:
         more = f" and {len(ignored) - LONGEST_SHOWN} more" if len(ignored) > LONGEST_SHOWN else ""
-        shown = ", ".join(key[:80] for key in ignored[:LONGEST_SHOWN])
+        shown = ", ".join(paragraph(key[:80]) for key in ignored[:LONGEST_SHOWN])
         logger.warning("%s has keys that are not known here, and have no effect: %s%s", file.path, shown, more)
 
 

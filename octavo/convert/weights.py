@@ -140,7 +140,13 @@ def _interleaved_heads(architecture: str, config: dict[str, Any]) -> dict[str, i
 
 def _plan(file: GGUFFile, gguf_name: str, name: str, heads: dict[str, int]) -> Weight:
     source = file.tensors[gguf_name]
-    return Weight(name, source.shape, source, file.path, heads.get(gguf_name.split(".")[-2]))
+    num_heads = heads.get(gguf_name.split(".")[-2])
+    if num_heads is not None and source.shape[0] % (2 * num_heads):
+        raise ModelError(
+            f"{file.path} cannot be read: its tensor {gguf_name} has {source.shape[0]} rows, which {num_heads} heads"
+            " cannot share. Download it again."
+        )
+    return Weight(name, source.shape, source, file.path, num_heads)
 
 
 def _header(weights: list[Weight]) -> bytes:

@@ -204,8 +204,14 @@ PANICS = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "z", 
         {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}},
         {"model": {"type": "WordLevel", "vocab": {}, "unk_token": "z"}},
         {"model": {"type": "BPE", "vocab": {"b": 0}, "merges": [], "unk_token": "z"}},
+        *({"decoder": decoder} for decoder in (["Fuse"], {"type": "Sequence", "decoders": [["Fuse"]]})),
+        *(
+            {"pre_tokenizer": step}
+            for step in (["Whitespace"], {"type": "Sequence", "pretokenizers": [["Whitespace"]]})
+        ),
+        {"normalizer": ["Lowercase"]},
     ],
-    ids=["post_processor", "normalizer", "words", "merges"],
+    ids=["post_processor", "normalizer", "words", "merges", *(f"list {number}" for number in range(5))],
 )
 def test_a_tokenizer_that_fails_only_in_use_is_refused_at_the_start(damage: dict[str, Any], directory: Path) -> None:
     path = directory / "tokenizer.json"

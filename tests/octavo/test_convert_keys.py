@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from octavo.convert import convert_gguf
 from octavo.convert.keys import HARMLESS, NEUTRAL, NO_SAMPLING, READ
 from octavo.errors import ModelError
-from tests.fakes.tiny_gguf import tiny_model, write_gguf
+from tests.fakes.tiny_gguf import HIDDEN_SIZE, NUM_HEADS, tiny_model, write_gguf
 
 
 def converted(tmp_path: Path, *, architecture: str = "llama", sentencepiece: bool = False, **keys: Any) -> Path:
@@ -239,3 +239,14 @@ def test_sentencepiece_without_ids_has_those_of_llama(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tmp_path / "tiny" / "tokenizer.json"))
     assert tokenizer.encode("hello").tokens == ["<s>", "▁hello"]
     assert ends(tmp_path / "tiny") == [2]
+
+
+def test_a_terminal_obeys_no_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    converted(tmp_path, **{"llama__x\x1b]0;title\x07\n12:00:00 I octavo: all is well": 1})
+    [said] = caplog.messages
+    assert said.isprintable()
+
+
+def test_heads_that_cannot_share_their_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"attn_q.weight has \d+ rows, which 147 heads cannot share"):
+        converted(tmp_path, llama__attention__head_count=147, llama__attention__key_length=HIDDEN_SIZE // NUM_HEADS)

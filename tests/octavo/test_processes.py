@@ -191,3 +191,12 @@ def test_a_gateway_has_longer_to_end_by_what_its_streams_are_given() -> None:
 def test_the_wait_for_streams_is_the_gateway_s_alone(role: str, expected_s: float) -> None:
     processes = Processes(Config(model="m", shutdown_timeout_s=30), ())
     assert processes.stop_grace_s(role) == expected_s
+
+
+def test_a_terminal_obeys_nothing_in_the_log() -> None:
+    code = (
+        "import logging; from protocol.process import configure_logging; configure_logging('octavo', 'info');"
+        "logging.getLogger('octavo').info('a %s', 'title\\x1b]0;x\\x07\\n\\tb\\x9b')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stderr.endswith("I octavo: a title\ufffd]0;x\ufffd\n\ufffdb\ufffd\n")

@@ -163,7 +163,18 @@ def test_logprobs_without_alternatives():
 def test_sampling_is_checked_at_the_door():
     good = Submit("r", 1, pack_ids([1]), SamplingParams(max_tokens=1, seed=0))
     fields = msgspec.msgpack.decode(messages.encode(good))
-    for index, bad in [(0, -1), (1, -1), (2, -0.1), (2, 2.1), (4, 0.0), (5, 1.1), (6, 2.1), (8, 0.0)]:
+    for index, bad in [
+        (0, -1),
+        (1, -1),
+        (2, -0.1),
+        (2, 2.1),
+        (4, 0.0),
+        (5, 1.1),
+        (6, 2.1),
+        (8, 0.0),
+        (0, 2**31),
+        (3, 2**63),
+    ]:
         sampling = list(fields[4])
         sampling[index] = bad
         with pytest.raises(msgspec.ValidationError):
