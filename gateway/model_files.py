@@ -139,8 +139,10 @@ def _given_template(
     """Return the template that --chat-template is, or names: one of the model's, or a file."""
     is_template = "{" in given or "\n" in given
     if not is_template and given not in named and not Path(given).is_file():
-        own = f"; the model's own are {', '.join(sorted(named))}" if named else ""
-        raise ValueError(f"chat_template: there is no file {given}, and a template would have braces{own}")
+        own = f", or the name of one of the model's templates: {', '.join(sorted(named))}" if named else ""
+        raise ValueError(
+            f"chat_template: there is no file {given}. Give the path of a file, or the template itself{own}"
+        )
     try:
         template = given if is_template else named[given] if given in named else _template_text(Path(given))
         return ChatTemplate(_checked_text(template), special_tokens, tokenizer.control_tokens)

@@ -110,7 +110,7 @@ def test_named_templates_without_a_default_are_chosen_from(directory: Path) -> N
         with pytest.raises(ChatTemplateError, match=r"by name \(rag, tool_use\) and none by default.*--chat-template"):
             chat_text(read(directory))
         assert chat_text(read(directory, chat_template="rag")) == "rag hi"
-        with pytest.raises(ValueError, match=r"no file chat.*own are rag, tool_use"):
+        with pytest.raises(ValueError, match=r"no file chat.*templates: rag, tool_use"):
             read(directory, chat_template="chat")
 
 
@@ -245,7 +245,7 @@ def test_a_chat_template_may_be_given_as_a_file_or_as_itself(directory: Path, tm
     ("given", "said"),
     [
         ("/nowhere/mine.jinja", "chat_template: there is no file /nowhere/mine.jinja"),
-        ("chatml", "there is no file chatml"),
+        ("chatml", "there is no file chatml. Give the path of a file, or the template itself"),
         ("{% for %}", "Put right what --chat-template gives"),
     ],
 )
