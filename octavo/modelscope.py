@@ -44,7 +44,8 @@ def _package() -> tuple[Any, tuple[type[Exception], ...]]:
     except ImportError as error:
         raise ModelError(
             f"use_modelscope is set, and the Python package `modelscope` cannot be imported ({error}): "
-            "pip install modelscope, or unset OCTAVO_USE_MODELSCOPE to fetch from the Hugging Face hub."
+            "pip install modelscope, or leave out --use-modelscope (OCTAVO_USE_MODELSCOPE) to fetch from the"
+            " Hugging Face hub."
         ) from error
     own = [getattr(errors, name) for name in ERRORS if hasattr(errors, name)]
     return snapshot_download, (OSError, ValueError, *own)

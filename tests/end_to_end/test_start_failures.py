@@ -72,7 +72,11 @@ FAILURES = (
     ),
     Failure("block size", ("block_size cannot be 5000", "at most 1024"), flags=("--block-size", "5000")),
     Failure("value", ("did you mean bfloat16?",), flags=("--dtype", "bfloat")),
-    Failure("no modelscope", ("pip install modelscope",), flags=("--model", "org/x", "--use-modelscope")),
+    Failure(
+        "no modelscope",
+        ("pip install modelscope", "leave out --use-modelscope"),
+        flags=("--model", "org/x", "--use-modelscope"),
+    ),
     Failure("endpoint", ("HF_ENDPOINT", "local path"), flags=("--model", "x"), environ={"HF_ENDPOINT": "nonsense"}),
     Failure("path", ("there is no file or directory './nowhere'",), flags=("--model", "./nowhere")),
     Failure(
