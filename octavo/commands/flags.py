@@ -6,6 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from octavo.demo import DEMO_NAME
 from protocol.config import (
     FIELDS,
     SEVERAL_VALUES,
@@ -19,7 +20,7 @@ from protocol.config import (
 
 MODEL_HELP = (
     "a directory, a Hugging Face id or a .gguf file; without it, the demo model in 4 bits, which its name,"
-    " SmolLM2-135M-Instruct, means too"
+    f" {DEMO_NAME}, means too"
 )
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
@@ -110,7 +111,7 @@ def _refuse_swallowed_model(settings: Mapping[str, Any]) -> None:
             *others, last = values
             raise ConfigError(
                 f"{flag_name(name)} takes all of {' '.join(values)}, and no MODEL is left: put MODEL first, as in"
-                f" {last} {flag_name(name)} {' '.join(others)}"
+                f" {last} {flag_name(name)} {' '.join(others)} (the demo's name as MODEL is {DEMO_NAME})"
             )
 
 

@@ -218,7 +218,9 @@ def test_a_model_behind_a_flag_of_several_values_is_to_go_first(capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         main(["serve", "--served-model-name", "a", "b", "MODEL"])
     assert ended.value.code == 2
-    assert "put MODEL first, as in MODEL --served-model-name a b" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "put MODEL first, as in MODEL --served-model-name a b" in said
+    assert "the demo's name as MODEL is SmolLM2-135M-Instruct" in said
     typed = build_parser("serve").parse_args(["serve", "MODEL", "--served-model-name", "a", "b"])
     assert (typed.positional_model, typed.served_model_name) == ("MODEL", ["a", "b"])
 
