@@ -59,7 +59,7 @@ def make_keys(directory: Path) -> list[Path]:
             texts[directory / kind / f"{peer}.key"] = _certificate(pairs[peer].public), 0o644
     for path in texts:
         if os.path.lexists(path):
-            raise FileExistsError(f"{path} exists already: remove it and its like, or choose another directory")
+            raise FileExistsError(f"{path} exists already: remove the keys in {directory}, or choose another directory")
     for path, (text, mode) in texts.items():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:

@@ -42,7 +42,7 @@ def test_keys_that_are_there_are_never_replaced(tmp_path):
     make_keys(tmp_path)
     (tmp_path / "executor" / "scheduler.key").unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(FileExistsError, match="exists already"):
+    with pytest.raises(FileExistsError, match="exists already: remove the keys in "):
         make_keys(tmp_path)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
