@@ -5,6 +5,7 @@ from typing import Any
 
 import httptools
 from uvicorn._types import ASGISendEvent
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import RequestError, error_body
@@ -23,6 +24,16 @@ class UnchunkedCycle(RequestResponseCycle):
         if message["type"] == "http.response.body":
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
+
+
+class HeldFlow(FlowControl):
+    """Reads nothing while what was read is not parsed: each wait of an application for its client would read more."""
+
+    is_held = False
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -52,6 +63,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow: HeldFlow = HeldFlow(transport)
         self._wait(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -72,8 +84,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._num_head_bytes = self._num_head_bytes + len(piece) if self._num_parts == num_parts else 0
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self.send_400_response(f"The request line and headers are longer than {MAX_HEAD_BYTES} bytes.")
+        was_held, self.flow.is_held = self.flow.is_held, bool(self._unfed)
         if self._unfed:
             self.flow.pause_reading()
+        elif was_held:
+            self.flow.resume_reading()
 
     def _parse(self, piece: bytes) -> None:
         try:

@@ -255,3 +255,15 @@ async def test_an_offer_of_http_2_does_not_take_the_body(
                 writer.write(piece)
                 await asyncio.sleep(0.01)
             assert (await answer(reader))[0] == 200
+
+
+async def test_answers_make_no_room_for_more_than_they_take_away(tiny_model: Path, scheduler: FakeScheduler) -> None:
+    body = msgspec.json.encode(chat(max_tokens=1))
+    request = head(len(body)) + body
+    sent = request * (48 * MIB // len(request))
+    async with serving(tiny_model, scheduler) as served, connected(served) as (reader, writer):
+        writer.write(sent)
+        for _ in range(100):
+            assert (await answer(reader))[0] == 200
+        assert writer.transport.get_write_buffer_size() > 32 * MIB  # the rest is in the kernel
+        writer.transport.abort()
