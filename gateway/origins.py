@@ -4,6 +4,7 @@ A browser lets a page of any site send requests to any server, one on the loopba
 it is. Programs that are no browsers send no Origin.
 """
 
+import re
 from collections.abc import Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -14,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.errors import RequestError, error_response
 from gateway.request_id import HEADER
+from protocol.config import ORIGIN_PATTERN
 
 EXPOSED_HEADERS = (HEADER, "Retry-After")
 METHODS = ("GET", "POST")
@@ -79,8 +81,9 @@ def _is_no_dns_name(host: str) -> bool:
 
 def _refusal(origin: str) -> RequestError:
     shown = ascii(origin[:200])[1:-1]
+    allowed = shown if re.search(ORIGIN_PATTERN, shown) else "'*'"  # a file or a sandboxed frame has no name but null
     return RequestError(
-        f"pages of {shown} may not use this server: start it with --allowed-origins {shown} to let them",
+        f"pages of {shown} may not use this server: start it with --allowed-origins {allowed} to let them",
         status=403,
         code="origin_not_allowed",
     )

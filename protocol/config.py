@@ -31,10 +31,11 @@ Address = Annotated[
     ),
 ]
 
+ORIGIN_PATTERN = r"^(\*|[a-z][a-z0-9+.-]*://[^/,\sA-Z]+)$"
 Origin = Annotated[
     str,
     Meta(
-        pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/,\sA-Z]+)$",
+        pattern=ORIGIN_PATTERN,
         title="an origin as browsers send it, such as https://chat.example (small letters, no slash at its end), or *",
     ),
 ]

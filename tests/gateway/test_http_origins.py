@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from protocol.config import load_config
 from protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
@@ -69,7 +70,9 @@ async def test_pages_of_other_sites_are_refused(served: Served, origin: str) -> 
     headers = {**JSON, "origin": origin.encode()}
     response = await served.http.post(CHAT, json=chat(), headers=headers)
     assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
-    assert "--allowed-origins" in response.json()["error"]["message"]
+    message = response.json()["error"]["message"]
+    named = message.partition("start it with --allowed-origins ")[2].removesuffix(" to let them").strip("'")
+    assert load_config({}, {"allowed_origins": [named]}).allowed_origins
     for path in ("/v1/models", "/health", "/metrics", "/nothing"):
         assert (await served.http.get(path, headers=headers)).status_code == 403
     preflight = await served.http.options(CHAT, headers={**headers, **PREFLIGHT})
