@@ -225,6 +225,7 @@ def _sampling(make: Maker) -> Iterator[Case]:
         yield Case("scale_to_probs", shape, lambda b: b.scale_to_probs, inputs, 2 * logits_RV.nbytes, tolerance=SUMMED)
         inputs = (logits_RV, make.integers(vocab, rows))
         yield Case("gather_logprobs", shape, lambda b: b.gather_logprobs, inputs, logits_RV.nbytes, tolerance=SUMMED)
+        yield Case("top_k", shape, _top_20, (logits_RV,), logits_RV.nbytes, tolerance=EXACT)
         top_k_R = make.integers(100, rows)
         inputs = (
             logits_RV.softmax(-1),
@@ -237,6 +238,10 @@ def _sampling(make: Maker) -> Iterator[Case]:
         seeds_R, positions_R = make.integers(2**62, rows), make.integers(1000, rows)
         inputs = (seeds_R, positions_R)
         yield Case("uniform", f"R={rows}", _uniform, inputs, 24 * rows, tolerance=EXACT)
+
+
+def _top_20(backend: Backend) -> Callable[..., tuple[Tensor, Tensor]]:
+    return lambda scores_RV: backend.top_k(scores_RV, 20)
 
 
 def _uniform(backend: Backend) -> Callable[..., Tensor]:

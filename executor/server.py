@@ -40,6 +40,7 @@ from protocol.sockets import connect_dealer, new_identity, try_send
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5  # of ExecutorReady while idle, and of Progress
+LONGEST_BEGIN_S = 1.0  # of a thread that was started
 RETRY_S = 0.05  # after an ExecutorReady found no connection
 NUM_KEPT_RESULTS = 4  # a scheduler has two steps in flight at most
 FAREWELL_MS = 1000  # for the last message to leave
@@ -85,18 +86,28 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._incarnation = incarnation
         self._progress = progress
         self._used_bytes = used_bytes
-        self._ended = threading.Event()
+        self._has_begun, self._ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> "ProgressReporter":
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # a signal, while the thread may run already
+            self._stop()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        """Have the thread close its socket: whoever else closes it, while the thread uses it, waits for ever."""
         self._ended.set()
-        self._thread.join()
+        if self._has_begun.wait(LONGEST_BEGIN_S):
+            self._thread.join()
 
     def _run(self) -> None:
+        self._has_begun.set()
         with self._socket as socket, closing(self._handshakes):
             while not self._ended.wait(INTERVAL_S):
                 self._handshakes.look()
