@@ -187,7 +187,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
 
 
 def stored_dtype(directory: Path) -> torch.dtype | None:
-    """Return the type of most elements of a directory's plain weights, None if there are none of them.
+    """Return the type that most elements of a directory's plain weights have; None if it has no plain weights.
 
     Scales beside packed weights count: they are in the type that the model computes in. Raises ValueError for a file
     that is damaged.

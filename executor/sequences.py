@@ -54,7 +54,7 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence: how many tokens it has, those that came with its shares, and how many have KV in the cache."""
+    """One sequence: the number of its tokens, the tokens of its shares, and how many tokens have KV in the cache."""
 
     sampling: SamplingParams
     num_prompt_tokens: int

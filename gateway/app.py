@@ -50,7 +50,7 @@ async def health(request: Request) -> Response:
 
 
 def idle_executors(num: int) -> str:
-    """Return what is to be said of executors that hold memory for nothing; nothing if there are none."""
+    """Return a warning about `num` executors that hold memory and compute nothing; an empty text if `num` is 0."""
     if not num:
         return ""
     whose = "1 executor holds" if num == 1 else f"{num} executors hold"

@@ -148,7 +148,7 @@ class ChatTemplate:
         return text
 
     def _known_kwargs(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those that the template reads. One that it does not may be null or false, which ask for nothing."""
+        """Return the variables that the template reads. Another variable may be null or false: it asks for nothing."""
         known_kwargs = {}
         for name, value in template_kwargs.items():
             if name in self._names:

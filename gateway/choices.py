@@ -31,7 +31,7 @@ class Choices:
     ) -> None:
         self._engine = engine
         self._requests = requests
-        self._generations = dict(enumerate(generations))  # those that have been started, by choice
+        self._generations = dict(enumerate(generations))  # by choice; a choice that waits has none
         self._is_closed = False
         self._observations = observations
         # The prompt of n choices counts once, and so does what the first of them found in the cache.
@@ -44,7 +44,7 @@ class Choices:
     async def start(
         cls, engine: Engine, requests: Sequence[GenerationRequest], *, n: int, metrics: Metrics, arrived_s: float
     ) -> "Choices":
-        """Return the choices of `requests`, n a prompt, once those that may run at once are admitted.
+        """Return the choices of `requests`, n a prompt, once as many choices as may run together are admitted.
 
         `arrived_s` is a `perf_counter`. Raises RequestError if one is not (429, 503 or 400): then none is left running.
         """

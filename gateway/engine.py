@@ -236,7 +236,7 @@ def scheduler_addresses(config: Config) -> tuple[str, ...]:
 
 
 def scheduler_clients(config: Config, keys: ClientKeys | None = None) -> list[SchedulerClient]:
-    """Return a client for each scheduler that `config` names; `keys` are for those that TCP leads to."""
+    """Return a client for each scheduler that `config` names; `keys` are for schedulers at tcp:// addresses."""
     return [
         SchedulerClient(address, peer_timeout_s=config.peer_timeout_s, keys=keys)
         for address in scheduler_addresses(config)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.demo import DEMO_NAME
+from octavo.settings import HTTP_FIELDS
 from protocol.config import (
     FIELDS,
     SEVERAL_VALUES,
@@ -25,19 +26,11 @@ MODEL_HELP = (
 EPILOG = "Each flag can also be set as a variable: --max-num-seqs 8 is OCTAVO_MAX_NUM_SEQS=8. A flag wins."
 FLAG_GROUPS = {
     "server": (
-        "host",
-        "port",
-        "uds",
-        "metrics_port",
-        "api_key",
-        "allowed_origins",
-        "root_path",
-        "keep_alive_timeout_s",
+        *HTTP_FIELDS,
         "max_held_body_bytes",
         "served_model_name",
         "peer_timeout_s",
         "hang_timeout_s",
-        "shutdown_timeout_s",
         "enable_prompt_tokens_details",
         "log_level",
     ),

@@ -664,13 +664,15 @@ def test_a_hello_in_another_name_than_its_sockets_is_not_taken(house):
 
 
 def test_requests_of_one_prompt_bring_its_tokens_once(house):
-    with house() as (_server, _, gateway):
+    with house(gateway={"resubmit_after_s": 60.0}, step_s=SLOW_STEP_S) as (_server, _, gateway):
         gateway.wait_ready()
         prompt = list(range(1, 30))
-        streams = [gateway.start(f"r{n}", prompt, sampling(9, n), prompt_id="p") for n in range(5)]
+        first = gateway.start("first", prompt, endless(1, 40), prompt_id="p")
+        others = [gateway.start_without_prompt(f"r{n}", prompt, sampling(9, n), prompt_id="p") for n in range(4)]
         gateway.wait_all()
-        for stream in streams:
+        for stream in (first, *others):
             assert_as_expected(stream)
+            assert stream.num_submits == 1  # the scheduler lacked nothing
 
 
 def test_a_request_whose_prompt_never_came_is_asked_for_again(house):
