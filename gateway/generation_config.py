@@ -1,4 +1,7 @@
-"""generation_config.json: what requests take that say nothing themselves, and what of the file has no effect here."""
+"""generation_config.json: what requests take that say nothing themselves, and what of the file has no effect here.
+
+config.json is in its place where there is none.
+"""
 
 import logging
 import math
@@ -15,7 +18,7 @@ FILE = "generation_config.json"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What generation_config.json says for requests that say nothing; None where it says nothing either.
+    """What a model's files say for requests that say nothing; None where they say nothing either.
 
     Bounds are those of a request's own fields.
     """
@@ -63,7 +66,16 @@ NOT_HONOURED: dict[str, tuple[object, ...]] = {
 }
 
 
-def own_defaults(directory: Path, said: Mapping[str, Any]) -> SamplingDefaults:
+def said_in_config(model: Mapping[str, Any], text_model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says in the place of generation_config.json, which older models lack.
+
+    As in transformers: `text_model`, the text model inside `model`, says what `model` does not.
+    """
+    keys = (*KEYS.values(), *NOT_HONOURED)
+    return {key: value for said in (text_model, model) for key in keys if (value := said.get(key)) is not None}
+
+
+def own_defaults(path: Path, said: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults of a model's own file, which says `said`.
 
     A stranger wrote it: a value that makes no sense is left out, and the log names it.
@@ -73,8 +85,8 @@ def own_defaults(directory: Path, said: Mapping[str, Any]) -> SamplingDefaults:
         try:
             kept[name] = _value(name, said.get(key))
         except ValueError as error:
-            logger.warning("%s: %s %s: not used", directory / FILE, key, error)
-    _warn_of_no_effect(directory / FILE, said)
+            logger.warning("%s: %s %s: not used", path, key, error)
+    _warn_of_no_effect(path, said)
     return SamplingDefaults(**kept)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from gateway.chat_template import ChatTemplate
 from gateway.end_of_turn import end_of_turn
-from gateway.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults
+from gateway.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults, said_in_config
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
 from protocol.model_json import read_bounded
@@ -47,6 +47,11 @@ def read_model_files(config: Config) -> ModelFiles:
         raise ValueError(f"{directory / 'config.json'}: text_config is not a JSON object. Download the model again")
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
     own_generation = _read_json(directory / FILE)
+    own_path, own_said = (
+        (directory / FILE, own_generation)
+        if (directory / FILE).is_file()
+        else (directory / "config.json", said_in_config(model, text_model))
+    )
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
     named = _named_templates(directory, tokenizer_config)
@@ -64,17 +69,20 @@ def read_model_files(config: Config) -> ModelFiles:
         chat_template=chat_template,
         eos_token_ids=eos_token_ids,
         max_position_tokens=_positive_int(text_model, "max_position_embeddings", directory / "config.json"),
-        sampling_defaults=_sampling_defaults(config.generation_config, directory, own_generation),
+        sampling_defaults=_sampling_defaults(config.generation_config, own_path, own_said),
         max_logprobs=config.max_logprobs,
     )
 
 
-def _sampling_defaults(where: str, directory: Path, own_generation: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the defaults of `where`: auto (the model's), octavo (none) or a directory with generation_config.json."""
+def _sampling_defaults(where: str, own_path: Path, own_said: Mapping[str, Any]) -> SamplingDefaults:
+    """Return the defaults of `where`: auto, octavo (none) or a directory with generation_config.json.
+
+    auto is the model's own file `own_path`, which says `own_said`.
+    """
     if where == "octavo":
         return SamplingDefaults()
     if where == "auto":
-        return own_defaults(directory, own_generation)
+        return own_defaults(own_path, own_said)
     path = Path(where) / FILE
     if not path.is_file():
         raise ValueError(

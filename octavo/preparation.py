@@ -92,7 +92,7 @@ class Preparation:
             return self._request(chat.shown, token_ids, params, request_id)
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return what the model's generation_config.json says."""
+        """Return what the model's files say of sampling."""
         said = msgspec.structs.asdict(self._files.sampling_defaults)
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
 

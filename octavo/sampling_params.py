@@ -43,7 +43,7 @@ HONOURED = tuple(name for name in NAMES if not any(isinstance(mark, OnlyNeutral)
 class SamplingParams:
     """How the tokens of a prompt's answers are chosen. Give what differs from the model's defaults, by keyword.
 
-    What is left out, or None, is what the model's generation_config.json says, else the default of the HTTP API:
+    What is left out, or None, is what the model's files say, else the default of the HTTP API:
     temperature 1, top_p 1, top_k off, min_p 0, no penalties, n 1, a seed drawn anew. `max_tokens` is 16 if left out;
     given as None it is all that fits. `top_k` -1 and 0 are off. `logprobs` and `prompt_logprobs` are how many
     alternatives to report beside each token. Raises ValueError, naming the field, for a value that cannot be, and

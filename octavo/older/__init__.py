@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gateway.generation_config import said_in_config
 from octavo.errors import ModelError
 from octavo.json_files import read_object, write_object
 from octavo.older.families import BuiltTokenizer, build_baichuan, build_chatglm, build_qwen
@@ -35,7 +36,8 @@ def write_tokenizer(directory: Path, target: Path, model: str) -> None:
     `model` is the name by which it was asked for. A chat template that the checkpoint has is kept. Raises ModelError
     for a file that is missing or damaged.
     """
-    [architecture] = read_object(directory / "config.json")["architectures"]
+    config = read_object(directory / "config.json")
+    [architecture] = config["architectures"]
     built = FAMILIES[architecture](directory, model)
     built.tokenizer.save(str(target / "tokenizer.json"))
     said = {k: v for k, v in read_object(directory / "tokenizer_config.json").items() if k not in DROPPED}
@@ -43,7 +45,8 @@ def write_tokenizer(directory: Path, target: Path, model: str) -> None:
     write_object(target / "tokenizer_config.json", said | built.special_tokens | own_class)
     if built.chat_template is not None and not (directory / "chat_template.jinja").is_file():
         (target / "chat_template.jinja").write_text(built.chat_template, encoding="utf-8")
-    generation = read_object(directory / "generation_config.json")
+    path = directory / "generation_config.json"
+    generation = read_object(path) if path.is_file() else said_in_config(config, {})
     stops = _ids(directory, generation.get("eos_token_id")) + [
         built.tokenizer.token_to_id(token) for token in built.stop_tokens
     ]

@@ -180,6 +180,32 @@ def test_a_strangers_senseless_default_is_left_out_by_name(
         read(directory, generation_config=str(directory))
 
 
+def test_without_generation_config_sampling_is_what_config_says(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older models have no other file for it. What the outer model says goes before what the text model in it says."""
+    inner = {"eos_token_id": 9, "temperature": 0.2, "top_p": 0.8, "min_p": 0.1}
+    said = {"temperature": 0.6, "top_p": None, "top_k": 20, "repetition_penalty": 1.1, "max_new_tokens": 30}
+    senseless = {"top_k": 2**64, "no_repeat_ngram_size": 3, "num_beams": 1}
+    write(directory / "config.json", said | {"text_config": inner})
+    expected = SamplingDefaults(temperature=0.6, top_p=0.8, top_k=20, min_p=0.1, repetition_penalty=1.1, max_tokens=30)
+    assert read(directory).sampling_defaults == expected
+    assert read(directory, generation_config="octavo").sampling_defaults == SamplingDefaults()
+    assert caplog.messages == []
+    write(directory / "config.json", {"eos_token_id": 2, **said, **senseless})
+    assert read(directory).sampling_defaults == SamplingDefaults(
+        temperature=0.6, repetition_penalty=1.1, max_tokens=30
+    )
+    assert caplog.messages == [
+        f"{directory}/config.json: top_k is {2**64}, expected int <= 2147483647: not used",
+        f"{directory}/config.json: no effect here: no_repeat_ngram_size",
+    ]
+    caplog.clear()
+    write(directory / "generation_config.json", {"eos_token_id": 2})
+    assert read(directory).sampling_defaults == SamplingDefaults()
+    assert caplog.messages == []
+
+
 def test_what_has_no_effect_is_named_if_it_asks_for_one(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     asks = {"no_repeat_ngram_size": 3, "suppress_tokens": [1], "num_beams": 4, "stop_strings": ["\n"]}
     quiet = {"num_beam_groups": 1, "typical_p": 1.0, "bad_words_ids": None, "do_sample": True, "pad_token_id": 0}

@@ -140,6 +140,17 @@ def test_chatglm2_counts_rounds(tmp_path: Path) -> None:
     assert files.eos_token_ids == (2,)
 
 
+def test_sampling_in_config_is_kept_where_there_is_no_generation_config(tmp_path: Path) -> None:
+    """The directory that gets the tokenizer has a generation_config.json, which names the ends."""
+    directory = write_checkpoint(tmp_path / "m", "ChatGLMModel", tokenizer_config={"name_or_path": "THUDM/chatglm2-6b"})
+    train(directory / "tokenizer.model", "chatglm")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"temperature": 0.3, "top_k": 7}))
+    files = read(directory)
+    assert (files.sampling_defaults.temperature, files.sampling_defaults.top_k) == (0.3, 7)
+    assert files.eos_token_ids == (2,)
+
+
 def test_the_checkpoints_own_template_is_kept(tmp_path: Path) -> None:
     own = {"name_or_path": "chatglm3", "chat_template": "[gMASK]sop<|user|>{{ messages[0]['content'] }}"}
     directory = write_checkpoint(tmp_path / "m", "ChatGLMModel", tokenizer_config=own)
