@@ -55,6 +55,8 @@ def read_model_files(config: Config) -> ModelFiles:
     special_tokens = _special_tokens(directory, tokenizer_config)
     tokenizer = Tokenizer(directory)
     named = _named_templates(directory, tokenizer_config)
+    if others := sorted(named.keys() - {"default"}):
+        logger.info("chat templates besides the default, for --chat-template: %s", ", ".join(others))
     chat_template = (
         _given_template(config.chat_template, named, special_tokens, tokenizer)
         if config.chat_template
@@ -171,11 +173,14 @@ def _usable_template(
 
 
 def _named_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's templates by name, from where transformers would take them; one without a name is default."""
+    """Return the model's templates by name, from where transformers would take them; one without a name is default.
+
+    Raises ValueError for one that has neither a name nor a place.
+    """
     said = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     named: dict[str, Any] = {} if said is None else {"default": said}
     if isinstance(said, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in said if isinstance(entry, dict)}
+        named = dict(_named_template(directory, entry) for entry in said)
     elif isinstance(said, dict):
         named = said
     more = {
@@ -183,6 +188,12 @@ def _named_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> di
     }
     path = directory / "chat_template.jinja"
     return {**named, **more, **({"default": _template_text(path)} if path.is_file() else {})}
+
+
+def _named_template(directory: Path, entry: Any) -> tuple[str, Any]:
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise ValueError(f"{directory}: the list chat_template has an entry without a name. Put it right there")
+    return entry["name"], entry.get("template")
 
 
 def _checked_text(template: Any) -> str:

@@ -10,14 +10,19 @@ from octavo.cache import require_space
 from octavo.deadline import within
 from octavo.errors import ModelError
 
-SETTINGS = ("config.json", "generation_config.json", "chat_template*")
+SETTINGS = (
+    *("config.json", "generation_config.json", "chat_template.json", "chat_template.jinja"),
+    "additional_chat_templates/*.jinja",  # named ones
+)
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken")
 SENTENCEPIECE = ("spiece.model", "sentencepiece*.model")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 TORCH_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # where a model has no others
 CODE = ("*.py",)
-# Folders hold other formats or the original release; Mistral's consolidated files are the weights once more.
-IGNORED = ("*/*", "consolidated*")
+# Folders hold other formats or the original release, but for additional_chat_templates. Patterns know no exception: a
+# path in a folder is ignored unless it begins and ends with an a, as of all that is wanted only *.jinja in that one do.
+# Mistral's consolidated files are the weights once more.
+IGNORED = ("[!a]*/*", "*/*[!a]", "*/*/*", "consolidated*")
 DEFAULT_ENDPOINT = "https://huggingface.co"
 # For the first answer, names resolved and retries made: what is not reached by then is treated as out of reach.
 REACH_S = 6.0

@@ -85,7 +85,7 @@ class LLM:
         return self._complete(requests, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's files say (generation_config.json, else config.json), as a SamplingParams to change."""
+        """Return what the model's generation_config.json (or else config.json) says, as SamplingParams to change."""
         return self._engine.preparation.default_sampling_params()
 
     def get_tokenizer(self) -> Any:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 # Counts up when the same GGUF file gives another directory.
-CONVERSION = 3
+CONVERSION = 4
 # generation_config.json's names of what a file recommends
 SAMPLING = {
     "temperature": "temp",

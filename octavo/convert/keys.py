@@ -82,7 +82,7 @@ HARMLESS = (
     *("ARCH.vocab_size", "ARCH.tensor_data_layout", "ARCH.rope.scaling.finetuned", "ARCH.attention.layer_norm_epsilon"),
     *("ARCH.attention.value_length", "ARCH.attention.scale"),  # checked below
     *("ARCH.leading_dense_block_count", "ARCH.expert_*", "ARCH.moe_*"),  # without experts
-    *("tokenizer.chat_templates", "tokenizer.chat_template.*"),  # named ones, beside the one that is taken
+    *("tokenizer.chat_templates", "tokenizer.chat_template.*"),  # the names of named ones; those are read
     *("tokenizer.huggingface.json", "tokenizer.rwkv.world", "tokenizer.ggml.added_tokens"),
     *("tokenizer.ggml.token_type_count", "tokenizer.ggml.mask_token_id", "tokenizer.ggml.cls_token_id"),
     "tokenizer.ggml.seperator_token_id",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 SPACE = "\u2581"  # as SentencePiece spells it
+NAMED_TEMPLATE = "tokenizer.chat_template."
 
 
 class TokenType(IntEnum):
@@ -82,8 +83,9 @@ def build_tokenizer(file: GGUFFile) -> "Tokenizer":
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     """The content of tokenizer_config.json: the special tokens' text and the chat template."""
     config: dict[str, Any] = dict(special_tokens(file))
-    if (template := file.get("tokenizer.chat_template", str)) is not None:
-        config["chat_template"] = template
+    if templates := _chat_templates(file):
+        named = [{"name": name, "template": template} for name, template in templates.items()]
+        config["chat_template"] = named if templates.keys() != {"default"} else templates["default"]
     return config | {
         "add_bos_token": _adds_bos(file),
         "add_eos_token": file.get("tokenizer.ggml.add_eos_token", bool, False),
@@ -91,6 +93,14 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         "model_max_length": file.require(f"{file.architecture}.context_length", Count),
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+
+
+def _chat_templates(file: GGUFFile) -> dict[str, str]:
+    """Return the chat templates by name; the one without a name is the default."""
+    keys = {key: key.removeprefix(NAMED_TEMPLATE) for key in file.keys if key.startswith(NAMED_TEMPLATE)}
+    templates = {name: file.require(key, str) for key, name in keys.items()}
+    default = file.get("tokenizer.chat_template", str)
+    return templates if default is None else {**templates, "default": default}
 
 
 def _split(file: GGUFFile) -> Split:

@@ -145,6 +145,8 @@ def test_a_model_may_have_no_template_and_no_tokenizer_config(directory: Path) -
         ("generation_config.json", '{"eos_token_id": {"a": 1}}', "eos_token_id {'a': 1}"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat template"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}', "chat template"),
+        ("tokenizer_config.json", '{"chat_template": ["text"]}', "the list chat_template has an entry without a name"),
+        ("tokenizer_config.json", '{"chat_template": [{"template": ""}]}', "has an entry without a name"),
         ("tokenizer_config.json", '{"chat_template": {"default": 5}}', "chat template"),
         ("chat_template.jinja", "{% if %}", "chat template"),
     ],
@@ -193,9 +195,7 @@ def test_without_generation_config_sampling_is_what_config_says(
     assert read(directory, generation_config="octavo").sampling_defaults == SamplingDefaults()
     assert caplog.messages == []
     write(directory / "config.json", {"eos_token_id": 2, **said, **senseless})
-    assert read(directory).sampling_defaults == SamplingDefaults(
-        temperature=0.6, repetition_penalty=1.1, max_tokens=30
-    )
+    assert read(directory).sampling_defaults == SamplingDefaults(temperature=0.6, repetition_penalty=1.1, max_tokens=30)
     assert caplog.messages == [
         f"{directory}/config.json: top_k is {2**64}, expected int <= 2147483647: not used",
         f"{directory}/config.json: no effect here: no_repeat_ngram_size",

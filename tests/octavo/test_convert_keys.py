@@ -58,7 +58,7 @@ def test_every_key_of_the_tokenizer_and_of_general_is_in_a_table(
     named = [*constants(keys.General), *constants(keys.Tokenizer), *constants(keys.Split)]
     unread = [key.format(id=0, name="rag") for key in named if key not in READ | NEUTRAL.keys()]
     unread = [key for key in unread if not key.startswith("general.sampling.")]
-    converted(tmp_path, **{key.replace(".", "__"): 0 for key in unread})
+    converted(tmp_path, **{key.replace(".", "__"): "" if key.endswith(".rag") else 0 for key in unread})
     assert caplog.messages == []
 
 
@@ -140,6 +140,16 @@ def test_recommended_sampling_is_kept(tmp_path: Path) -> None:
         "min_p": 0.05,
         "repetition_penalty": 1.1,
     }
+
+
+def test_named_chat_templates_are_kept(tmp_path: Path) -> None:
+    directory = converted(
+        tmp_path, tokenizer__chat_templates=["rag"], tokenizer__chat_template__rag="rag {{ messages }}"
+    )
+    [rag, default] = read(directory, "tokenizer_config.json")["chat_template"]
+    assert rag == {"name": "rag", "template": "rag {{ messages }}"}
+    assert default["name"] == "default"
+    assert "im_start" in default["template"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from gateway.model_files import read_model_files
+from protocol.config import Config
 from tests.fakes.fake_hub import COMMIT, FakeHub, running
+from tests.fakes.model_directories import write_byte_level_model
 from tests.fakes.safetensors_files import NO_TENSORS
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +23,7 @@ WANTED = {
     "tokenizer.json": b'{"version": "1.0"}',
     "tokenizer_config.json": b'{"eos_token": "</s>"}',
     "chat_template.jinja": b"{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": b"{{ messages[0].content }} with tools",
     "model-1.safetensors": NO_TENSORS,
     "model-2.safetensors": (3).to_bytes(8, "little") + b"{} ",  # no file that the cache holds already
     "model.safetensors.index.json": json.dumps(
@@ -28,12 +32,17 @@ WANTED = {
 }
 UNWANTED_NAMES = (
     "README.md",
+    "additional_chat_templates/README.md",
+    "additional_chat_templates/old/rag.jinja",
+    "assets/model.safetensors",
+    "assets/rag.jinja",
     "consolidated.safetensors",
     "modeling_tiny.py",
     "onnx/model.onnx",
     "original/model.safetensors",
     "pytorch_model.bin",
     "tiny.gguf",
+    "tokenizer/rag.jinja",
 )
 UNWANTED = dict.fromkeys(UNWANTED_NAMES, b"large")
 RESOLVE = """
@@ -98,7 +107,22 @@ def test_random_weights_need_no_download_of_weights(tmp_path: Path) -> None:
 def test_a_dry_run_fetches_settings_alone(tmp_path: Path) -> None:
     with running(FakeHub(WANTED)) as hub:
         assert resolve("org/tiny", tmp_path, hub.endpoint, "--config") == str(snapshot(tmp_path))
-    assert sorted(hub.downloaded) == ["chat_template.jinja", "config.json", "generation_config.json"]
+    assert sorted(hub.downloaded) == [
+        *("additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json", "generation_config.json"),
+    ]
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "chat_template.json"])
+def test_every_chat_template_of_a_repository_is_at_hand(name: str, tmp_path: Path) -> None:
+    default = "{{ messages[0].content }} by default"
+    content = default if name.endswith(".jinja") else json.dumps({"chat_template": default})
+    tokenizer = write_byte_level_model(tmp_path / "model") / "tokenizer.json"
+    files = {name: content for name, content in WANTED.items() if not name.startswith("chat_template.")}
+    with running(FakeHub(files | {name: content.encode(), "tokenizer.json": tokenizer.read_bytes()})) as hub:
+        resolve("org/tiny", tmp_path, hub.endpoint)
+    for chosen, expected in (("", "hi by default"), ("tool_use", "hi with tools")):
+        model = read_model_files(Config(model=str(snapshot(tmp_path)), chat_template=chosen))
+        assert model.chat_template.render([{"role": "user", "content": "hi"}]).text == expected
 
 
 WITHOUT_WEIGHTS = {name: content for name, content in WANTED.items() if "safetensors" not in name}

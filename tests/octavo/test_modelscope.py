@@ -12,14 +12,22 @@ from tests.fakes.safetensors_files import NO_TENSORS
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = """
-import json, os, pathlib
+import os, pathlib
+from fnmatch import fnmatch
 from modelscope.hub.errors import NotExistError
+
+WANTED = {
+    "config.json": True, "model.safetensors": True, "additional_chat_templates/rag.jinja": True,
+    "original/model.safetensors": False, "assets/rag.jinja": False,
+}
 
 def snapshot_download(model_id, *, allow_patterns, ignore_patterns, local_files_only):
     if model_id != "org/tiny" or local_files_only:
         raise NotExistError(f"there is no {model_id}\\nat all")
     directory = pathlib.Path(os.environ["MODELSCOPE_CACHE"])
-    assert "*.safetensors" in allow_patterns and "config.json" in allow_patterns and "*/*" in ignore_patterns
+    for name, wanted in WANTED.items():
+        allowed, ignored = (any(fnmatch(name, p) for p in ps) for ps in (allow_patterns, ignore_patterns))
+        assert (allowed and not ignored) == wanted, name
     return str(directory)
 """
 
