@@ -90,9 +90,7 @@ class InstantScheduler:
         self._identity, frame = socket.recv_multipart()
         match decode_to_scheduler(frame):
             case Hello():
-                self._send(
-                    socket, Ready("instant", "model", "fingerprint", self._vocab_size, 1 << 20, 16, 1 << 16, 1 << 16)
-                )
+                self._send(socket, Ready("instant", "fingerprint", self._vocab_size, 1 << 20, 16, 1 << 16, 1 << 16))
             case Submit() as submit:
                 self._submits.append(submit)
                 self._send(socket, Admitted(submit.request_id))

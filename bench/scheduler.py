@@ -205,7 +205,7 @@ class Rig:
     def _ready(self) -> Ready:
         limits = self._scheduler.limits
         sizes = (VOCAB_SIZE, limits.max_model_len, limits.block_size, limits.num_blocks, limits.max_num_seqs)
-        return Ready("scheduler", "model", "fingerprint", *sizes)
+        return Ready("scheduler", "fingerprint", *sizes)
 
 
 def _no_times() -> dict[str, list[float]]:

@@ -110,11 +110,11 @@ class WholeModel:
     def _first_step(self, num_seqs: int, num_tokens: int) -> Step:
         prompt = pack_ids(self._token_id(i) for i in range(num_tokens))
         begin, tables = SequenceInit(SAMPLING, num_tokens), self._tables(num_seqs, num_tokens)
-        return Step("", "", 1, [SequenceStep(i, 0, prompt, (table,), True, begin) for i, table in enumerate(tables)])
+        return Step("", "", 1, [SequenceStep(i, 0, prompt, table, True, begin) for i, table in enumerate(tables)])
 
     def _launch(self, num_seqs: int, position: int) -> Launched:
         tables = self._tables(num_seqs, position + 1)
-        parts = [SequenceStep(i, position, b"", (table,), True) for i, table in enumerate(tables)]
+        parts = [SequenceStep(i, position, b"", table, True) for i, table in enumerate(tables)]
         launched = self.runner.launch(Step("", "", 1, parts))
         assert isinstance(launched, Launched)
         return launched

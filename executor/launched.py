@@ -80,13 +80,7 @@ class Launched:
                 share.state.append(token_id)
             results.append(SequenceResult(token_ids, logprobs, _read_prompt(arrays, share, len(slices))))
         step = self._step
-        return StepResult(
-            step.scheduler_incarnation,
-            step.executor_incarnation,
-            step.step_id,
-            results,
-            completed_copies=list(range(len(step.copies))),
-        )
+        return StepResult(step.scheduler_incarnation, step.executor_incarnation, step.step_id, results)
 
     def _read_sampled(self, arrays: Iterator[np.ndarray]) -> Iterator[tuple[list[int], Logprobs | None]]:
         """Return the token of each share that samples, and its log probabilities where they are wanted."""

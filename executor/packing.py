@@ -29,9 +29,8 @@ class Share(NamedTuple):
         token_ids = state.share_token_ids(step)
         if token_ids is None:
             return None
-        [block_table] = step.block_tables
         pending_row = None if step.token_ids else state.pending_row
-        return cls(state, token_ids.tobytes(), block_table, step.sample, pending_row)
+        return cls(state, token_ids.tobytes(), step.block_table, step.sample, pending_row)
 
     @property
     def num_tokens(self) -> int:

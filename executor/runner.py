@@ -4,7 +4,7 @@ A step is launched, then waited for. On a GPU the next one can be launched in be
 goes from one step to the next on the device, and the host learns of it meanwhile.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -24,7 +24,7 @@ from executor.parallel import ALONE, TensorParallel
 from executor.sampler import Sampled
 from executor.sequences import SequenceState
 from kernels import Backend
-from protocol.messages import BlockCopy, NeedInit, Step, StepResult
+from protocol.messages import NeedInit, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
 
@@ -79,8 +79,8 @@ class ModelRunner:
     def launch(self, step: Step) -> Launched | NeedInit:
         """Begin a step, or say for which sequences it cannot be done: then nothing is computed.
 
-        Raises ValueError for a step that contradicts itself: a copy from a tier that is not there, blocks out of
-        range, an `init` that the share does not continue.
+        Raises ValueError for a step that contradicts itself: blocks out of range, an `init` that the share does not
+        continue.
         """
         self._settle_for(step)
         for seq_id in step.forget:
@@ -88,7 +88,6 @@ class ModelRunner:
         shares, missing = self._take_shares(step)
         if missing:
             return NeedInit(step.scheduler_incarnation, step.executor_incarnation, step.step_id, missing)
-        self._copy_blocks(step.copies)
         outputs = self.sample(self.forward(shares), shares)
         previous = None if self._last is None or self._last.is_settled else self._last
         self._last = Launched(step, shares, outputs, self.device, previous)
@@ -162,15 +161,6 @@ class ModelRunner:
             else:
                 missing.append(part.seq_id)
         return shares, missing
-
-    def _copy_blocks(self, copies: Iterable[BlockCopy]) -> None:
-        for copy in copies:
-            if copy.tier != "device":
-                raise ValueError(f"this executor has no KV tier {copy.tier!r}; it has: device")
-            if not (0 <= copy.source_block < self.num_blocks and 0 <= copy.destination_block < self.num_blocks):
-                raise ValueError(f"{copy} is not within the {self.num_blocks} blocks of the pool")
-            for cache in (cache for layer in self.kv_caches for cache in layer):
-                cache[copy.destination_block] = cache[copy.source_block]
 
     def _sample_last(self, hidden_TE: Tensor, shares: Sequence[Share], ends: list[int]) -> Sampled | None:
         """Return the next token of each share that samples."""

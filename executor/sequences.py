@@ -71,12 +71,7 @@ class SequenceState:
 
     @classmethod
     def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
-        """Return the state of a sequence whose first `num_computed_tokens` are in the KV cache.
-
-        Raises ValueError for a grammar or an adapter: this executor has neither.
-        """
-        if init.grammar or init.adapter:
-            raise ValueError(f"this executor has no {'grammars' if init.grammar else 'adapters'}")
+        """Return the state of a sequence whose first `num_computed_tokens` are in the KV cache."""
         return cls(
             sampling=init.sampling,
             num_prompt_tokens=init.num_prompt_tokens,

@@ -52,9 +52,9 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 1))
     prompt, blocks = bytes(4 * num_tokens), pack_ids(range(-(-(num_tokens + 1) // runner.block_size)))
     sampling = SamplingParams(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
-    runner.run(Step("", "", 1, [SequenceStep(0, 0, prompt, (blocks,), True, SequenceInit(sampling, num_tokens))]))
+    runner.run(Step("", "", 1, [SequenceStep(0, 0, prompt, blocks, True, SequenceInit(sampling, num_tokens))]))
     if num_tokens < max_model_len:
-        runner.run(Step("", "", 2, [SequenceStep(0, num_tokens, b"", (blocks,), True)]))
+        runner.run(Step("", "", 2, [SequenceStep(0, num_tokens, b"", blocks, True)]))
     runner.reset()
 
 
@@ -87,5 +87,5 @@ def largest_step(config: Config, max_model_len: int) -> Step:
     for seq_id in range(num_seqs):
         num_tokens = min(length + (seq_id < num_longer), max_model_len)
         prompt, table = bytes(4 * num_tokens), bytes(4 * -(-num_tokens // config.block_size))
-        sequences.append(SequenceStep(seq_id, 0, prompt, (table,), True, SequenceInit(sampling, num_tokens)))
+        sequences.append(SequenceStep(seq_id, 0, prompt, table, True, SequenceInit(sampling, num_tokens)))
     return Step("", "", 1, sequences)

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from protocol.sampling import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt: they go out in one message
 
 
@@ -129,14 +129,6 @@ class Hello(Message, frozen=True):
     unanswered: list[str] = []  # those of `in_flight` whose last Submit had no answer yet: Admitted may have been lost
 
 
-class Attachment(Record, frozen=True):
-    """What stands for tokens that the token ids alone do not name (an image's, say): part of the prefix key."""
-
-    first_token_index: int
-    num_tokens: int
-    digest: bytes
-
-
 class Submit(Message, frozen=True):
     """Start, or go on with, one generation. Idempotent by `request_id`.
 
@@ -149,12 +141,9 @@ class Submit(Message, frozen=True):
     prompt_token_ids: bytes
     sampling: SamplingParams
     output_token_ids: bytes = b""  # what a resubmission has already
-    task: str = "generate"
     tenant: str = ""
     priority: int = 0  # lower goes first
     cache_salt: str = ""
-    adapter: str = ""
-    attachments: tuple[Attachment, ...] = ()
     prompt_id: str = ""  # among those of this gateway; empty if no other request has this prompt
     body_id: str = ""  # of what a client asked for at once: its requests take turns with those of others
 
@@ -178,7 +167,6 @@ class Ready(Message, frozen=True):
     """
 
     scheduler_incarnation: str
-    model: str
     model_fingerprint: str
     vocab_size: int
     max_model_len: int  # tokens, prompt and output together
@@ -229,14 +217,6 @@ class Unknown(Message, frozen=True):
     hello_seq: int
 
 
-class StepTimes(Record, frozen=True):
-    """Seconds of the steps since the last Stats: medians of those without and with prompt tokens."""
-
-    decode_step_s: float = 0.0
-    prefill_step_s: float = 0.0
-    executor_wait_fraction: float = 0.0  # share of the time that the executor waited for the scheduler while busy
-
-
 class HistogramCounts(Record, frozen=True):
     """Observations by bucket, the last beyond all bounds (`measures.py` has them), and the sum of what was observed."""
 
@@ -263,18 +243,15 @@ class Stats(Message, frozen=True):
     num_running_seqs: int
     num_waiting_seqs: int
     num_used_blocks: int  # referenced by a sequence
-    num_cached_blocks: int  # unreferenced, kept for their prefix
     num_prompt_tokens: int
     num_generated_tokens: int
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_preemptions: int
     num_steps: int
-    num_scheduled_tokens: int
     num_evicted_blocks: int
     num_executor_restarts: int
     finished: dict[str, int] = {}  # by finish_reason
-    times: StepTimes = StepTimes()
     histograms: EngineHistograms = EngineHistograms()
     loop_lag_s: float = 0.0  # the longest, of late, that something which arrived had to wait for the scheduler
     device_bytes: dict[str, int] = {}  # the executor's memory: weights, kv_cache, used (now), total
@@ -310,7 +287,6 @@ class SequenceResult(Record, frozen=True):
     token_ids: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of the prompt tokens whose predecessors were computed in this step
-    pooled: bytes = b""  # float32
 
 
 class StepResult(Message, frozen=True):
@@ -319,7 +295,6 @@ class StepResult(Message, frozen=True):
     step_id: int
     sequences: list[SequenceResult]  # in the order of the Step
     not_ready: list[int] = []  # seq_ids that sat this step out: nothing of theirs was computed
-    completed_copies: list[int] = []  # indexes into Step.copies
     busy_s: float = 0.0  # the executor's own time for this step
     waited_s: float = 0.0  # how long it had nothing to do before it
     launch_s: float = 0.0  # how long it took to hand it to a device that computes later; it needs the step that early
@@ -396,8 +371,6 @@ class SequenceInit(Record, frozen=True):
     prompt_token_ids: bytes = b""  # all of the prompt, if log probabilities of its tokens are still wanted
     distinct_prompt_token_ids: bytes = b""  # with a repetition penalty: the tokens of the prompt, each once
     output_token_ids: bytes = b""  # with a penalty: all of the output
-    grammar: bytes = b""
-    adapter: str = ""
 
 
 class SequenceStep(Record, frozen=True):
@@ -410,17 +383,9 @@ class SequenceStep(Record, frozen=True):
     seq_id: int
     num_computed_tokens: int
     token_ids: bytes
-    block_tables: tuple[bytes, ...]  # one a KV group: the blocks of positions 0 to the end of this share
+    block_table: bytes  # the blocks of positions 0 to the end of this share
     sample: bool
     init: SequenceInit | None = None
-
-
-class BlockCopy(Record, frozen=True):
-    """Copy one KV block before the step computes; `tier` names where the source lies ("device": the same pool)."""
-
-    tier: str
-    source_block: int
-    destination_block: int
 
 
 class Step(Message, frozen=True):
@@ -429,7 +394,6 @@ class Step(Message, frozen=True):
     step_id: int
     sequences: list[SequenceStep]
     forget: list[int] = []  # seq_ids whose state can go, before this step
-    copies: list[BlockCopy] = []
 
 
 ToExecutor = Welcome | Displaced | Step

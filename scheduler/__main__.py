@@ -8,8 +8,6 @@ from protocol.process import refuse, start_process
 from scheduler.server import open_server
 
 FIELDS = (
-    "model",
-    "served_model_name",
     "max_num_seqs",
     "max_num_batched_tokens",
     "target_step_s",

@@ -6,8 +6,6 @@ from collections.abc import Collection
 from protocol.messages import Submit, unpack_ids
 from scheduler.sequence import Prompt, Sequence
 
-TASKS = ("generate",)
-
 
 class SubmitError(ValueError):
     """The request can never be served; says why."""
@@ -23,8 +21,6 @@ def make_prompt(submit: Submit, vocab_size: int) -> Prompt:
 
 def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) -> Sequence:
     """Return the sequence that `submit` asks for. Raises SubmitError for an id that is not of a vocabulary."""
-    if submit.task not in TASKS:
-        raise SubmitError(f"the task {submit.task!r} is not supported; supported: {', '.join(TASKS)}")
     sampling = submit.sampling
     _require_known("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _require_known("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
@@ -33,12 +29,9 @@ def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) 
         prompt,
         sampling,
         _ids(submit.output_token_ids, "output_token_ids", vocab_size),
-        submit.task,
         submit.tenant,
         submit.priority,
         submit.cache_salt,
-        submit.adapter,
-        submit.attachments,
         submit.body_id,
     )
 

@@ -54,7 +54,7 @@ class Frontend:
         self._service: Service | None = None
         self._next_seq_id = 1
         # By gateway, the name that it gave, and what else a cached block depends on; as long as a sequence has it.
-        self._prompts: WeakValueDictionary[tuple[bytes, str, str, str, str], Prompt] = WeakValueDictionary()
+        self._prompts: WeakValueDictionary[tuple[bytes, str, str, str], Prompt] = WeakValueDictionary()
         self._drained_s = clock()  # when nothing that gateways sent was left unread
         self._refused_identities: set[bytes] = set()
         self.ledger = Ledger(config.peer_timeout_s)
@@ -186,7 +186,7 @@ class Frontend:
         """Return the prompt that `submit` brings, or names; None if that is not here."""
         if not submit.prompt_id:
             return make_prompt(submit, vocab_size)
-        key = (identity, submit.prompt_id, submit.tenant, submit.cache_salt, submit.adapter)
+        key = (identity, submit.prompt_id, submit.tenant, submit.cache_salt)
         prompt = self._prompts.get(key)
         if prompt is None and submit.prompt_token_ids:
             prompt = self._prompts[key] = make_prompt(submit, vocab_size)

@@ -57,12 +57,6 @@ def misfit(sequence: Sequence, limits: Limits, num_blocks: int) -> str | None:
 
 def _unsupported(sequence: Sequence, limits: Limits) -> str | None:
     num_prompt_tokens = len(sequence.prompt_token_ids)
-    if sequence.task != "generate":
-        return f"the task {sequence.task!r} is not supported"
-    if sequence.adapter:
-        return f"there is no adapter {sequence.adapter!r}"
-    if sequence.attachments:
-        return "attachments are not supported"
     if not num_prompt_tokens:
         return "the prompt is empty"
     if num_prompt_tokens > limits.max_model_len:

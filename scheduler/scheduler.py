@@ -351,7 +351,7 @@ class Scheduler:
             block_table = block_table[: 4 * self.limits.num_blocks_for(share.end)]
         token_ids = sequence.pack(share.start, share.end) if share.start < sequence.num_tokens else b""
         init = sequence.make_init() if share.has_init else None
-        return SequenceStep(sequence.seq_id, share.start, token_ids, (block_table,), share.samples, init)
+        return SequenceStep(sequence.seq_id, share.start, token_ids, block_table, share.samples, init)
 
     def apply(self, result: StepResult) -> None:
         """Take the result of the oldest step in flight; that of any other step is ignored."""

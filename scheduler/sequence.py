@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.messages import Attachment, Logprobs, SequenceInit
+from protocol.messages import Logprobs, SequenceInit
 from protocol.sampling import SamplingParams
 
 
@@ -42,12 +42,9 @@ class Sequence:
     prompt: Prompt
     sampling: SamplingParams
     output_token_ids: "array[int]" = field(default_factory=no_ids)  # int32, grows; at the start, a resubmission's
-    task: str = "generate"
     tenant: str = ""
     priority: int = 0  # lower goes first
     cache_salt: str = ""
-    adapter: str = ""
-    attachments: tuple[Attachment, ...] = ()
     body_id: str = ""
 
     num_tokens: int = field(init=False)  # of prompt and output so far
@@ -124,7 +121,6 @@ class Sequence:
             self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
             self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
             self.output_token_ids.tobytes() if sampling.has_penalties else b"",
-            adapter=self.adapter,
         )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:

@@ -28,7 +28,6 @@ from protocol.messages import (
     Step,
     StepFailed,
     StepResult,
-    StepTimes,
     decode_from_executor,
     encode,
 )
@@ -116,7 +115,7 @@ class Server:
         self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
         self._predictor = StepPredictor()
         self._pace = Pace(self._predictor, config.target_step_s)
-        self._stats_meter, self._log_meter = StepMeter(), StepMeter()
+        self._log_meter = StepMeter()
         self._measures = Measures()
         self._lag_s = RecentMaximum(LAG_WINDOW_S)
         self._used_bytes = 0  # of its device, by the executor, when it last said
@@ -266,15 +265,13 @@ class Server:
         )
         self.scheduler, self._measures = Scheduler(limits), Measures()
         self.frontend.offer(Service(self.scheduler, described.vocab_size, self._ready, self._measures))
-        self._logged = self._stats(self.scheduler, StepTimes())
+        self._logged = self._stats(self.scheduler)
 
     def _ready(self) -> Ready:
         """Return what gateways are told. Only when an executor has been there."""
         assert self.described is not None
-        names = self.config.served_model_name
         return Ready(
             self.incarnation,
-            names[0] if names else self.config.model,
             self.described.model_fingerprint,
             self.described.vocab_size,
             self.described.max_model_len,
@@ -295,8 +292,7 @@ class Server:
             self._measures.complete(step.size, answered.busy_s)
             if step.is_ahead:
                 self._predictor.observe_wait(step.size, answered.waited_s, lead_s)
-            for meter in (self._stats_meter, self._log_meter):
-                meter.add(step.size, answered.busy_s, answered.waited_s)
+            self._log_meter.add(step.size, answered.busy_s, answered.waited_s)
         if self.link.num_in_flight == 0:
             self._was_idle |= not scheduler.has_work
             self._finish_draining()
@@ -394,7 +390,7 @@ class Server:
         self._watch_executor(self.scheduler, now_s)
         self._watch_planning(self.scheduler, min(interval_s, LONGEST_LOOK_S), now_s)
         self._check_when_idle(self.scheduler)
-        stats = self._stats(self.scheduler, self._stats_meter.take())
+        stats = self._stats(self.scheduler)
         self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s, is_busy=self.scheduler.has_work)
         self.frontend.broadcast(stats)
         if now_s - self._logged_s >= LOG_INTERVAL_S:
@@ -437,30 +433,27 @@ class Server:
             self._num_checked_steps = num_steps
 
     def _log(self, scheduler: Scheduler, now_s: float) -> None:
-        stats = self._stats(scheduler, self._log_meter.take())
+        stats, times = self._stats(scheduler), self._log_meter.take()
         if self._logged is not None and (stats.num_steps > self._logged.num_steps or scheduler.has_work):
-            logger.info("%s", describe(self._logged, stats, now_s - self._logged_s, self.num_blocks))
+            logger.info("%s", describe(self._logged, stats, times, now_s - self._logged_s, self.num_blocks))
         self._logged, self._logged_s = stats, now_s
 
-    def _stats(self, scheduler: Scheduler, times: StepTimes) -> Stats:
+    def _stats(self, scheduler: Scheduler) -> Stats:
         counters = scheduler.counters
         return Stats(
             self.incarnation,
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.num_used_blocks,
-            scheduler.num_cached_blocks,
             counters.num_prompt_tokens,
             counters.num_generated_tokens,
             counters.num_prefix_queried_tokens,
             counters.num_prefix_hit_tokens,
             counters.num_preemptions,
             counters.num_steps,
-            counters.num_scheduled_tokens,
             scheduler.num_evicted_blocks,
             max(0, self.link.num_lives - 1),
             dict(counters.finished),
-            times,
             self._measures.read(),
             self._lag_s.read(self.clock()),
             self._device_bytes(),

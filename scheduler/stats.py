@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
-from protocol.messages import SequenceStep, Stats, StepTimes
+from protocol.messages import SequenceStep, Stats
 
 SMOOTHING = 0.125  # weight of the newest of a running mean
 LEAST_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late
@@ -96,6 +97,14 @@ class StepPredictor:
         return max(0.0, mean_s - 2 * deviation_s - 2 * (self._planning_s + self._launch_s) - self._margin_s)
 
 
+class StepTimes(NamedTuple):
+    """Seconds of the steps of one interval: medians of the steps without and with prompt tokens."""
+
+    decode_step_s: float = 0.0
+    prefill_step_s: float = 0.0
+    executor_wait_fraction: float = 0.0  # of the time in which the executor was busy or waited for the scheduler
+
+
 @dataclass(slots=True)
 class StepMeter:
     """Times of the steps of one interval."""
@@ -145,8 +154,8 @@ class FinishRate:
         return min(max(num_waiting / self._per_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
 
 
-def describe(before: Stats, now: Stats, interval_s: float, num_blocks: int) -> str:
-    """Return the operator's line about the interval between two Stats; the step times are those of `now`."""
+def describe(before: Stats, now: Stats, times: StepTimes, interval_s: float, num_blocks: int) -> str:
+    """Return the operator's line about the interval between two Stats."""
     num_queried = now.num_prefix_queried_tokens - before.num_prefix_queried_tokens
     num_hit = now.num_prefix_hit_tokens - before.num_prefix_hit_tokens
     return (
@@ -156,6 +165,6 @@ def describe(before: Stats, now: Stats, interval_s: float, num_blocks: int) -> s
         f" KV use {100 * now.num_used_blocks / max(1, num_blocks):.0f}%,"
         f" prefix hits {100 * num_hit / max(1, num_queried):.0f}%,"
         f" preemptions {now.num_preemptions - before.num_preemptions},"
-        f" prefill step {1000 * now.times.prefill_step_s:.1f} ms, decode step {1000 * now.times.decode_step_s:.1f} ms,"
-        f" executor waited {100 * now.times.executor_wait_fraction:.1f}%"
+        f" prefill step {1000 * times.prefill_step_s:.1f} ms, decode step {1000 * times.decode_step_s:.1f} ms,"
+        f" executor waited {100 * times.executor_wait_fraction:.1f}%"
     )

@@ -104,7 +104,7 @@ class Steps:
             self._runner.reset()
             self.run(self._first_step(1, tables, num_computed_tokens=case.first_length - 1))
             for position in range(case.first_length, case.length):
-                parts = [SequenceStep(i, position, b"", (table,), True) for i, table in enumerate(tables)]
+                parts = [SequenceStep(i, position, b"", table, True) for i, table in enumerate(tables)]
                 yield Step("", "", 1, parts)
 
     def _first_step(self, num_new_tokens: int, tables: list[bytes], num_computed_tokens: int = 0) -> Step:
@@ -114,7 +114,7 @@ class Steps:
             token_ids = np.roll(self._token_ids, seq_id)[np.arange(length) % len(self._token_ids)]
             init = SequenceInit(self._sampling, length)
             new = token_ids[num_computed_tokens:].tobytes()
-            sequences.append(SequenceStep(seq_id, num_computed_tokens, new, (table,), True, init))
+            sequences.append(SequenceStep(seq_id, num_computed_tokens, new, table, True, init))
         return Step("", "", 1, sequences)
 
     def _tables(self, case: Case) -> list[bytes]:

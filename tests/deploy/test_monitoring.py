@@ -38,8 +38,8 @@ def gateway_names() -> set[str]:
 @pytest.fixture(scope="module")
 def engine_names() -> set[str]:
     """What a gateway repeats of each engine."""
-    ready = Ready("s", "m", "f", vocab_size=1, max_model_len=1, block_size=1, num_blocks=1, max_num_seqs=1)
-    stats = Stats("s", *[0] * 13)
+    ready = Ready("s", "f", vocab_size=1, max_model_len=1, block_size=1, num_blocks=1, max_num_seqs=1)
+    stats = Stats("s", *[0] * 11)
     engine: Any = SimpleNamespace(reports={0: (ready, stats)})
     return sample_names(list(EngineCollector(engine, "m").collect()))
 

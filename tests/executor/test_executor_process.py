@@ -12,7 +12,7 @@ import torch
 from executor.dtypes import choose_dtype
 from executor.startup import start_executor
 from protocol.config import Config
-from protocol.messages import BlockCopy, ExecutorReady, StepFailed
+from protocol.messages import ExecutorReady, StepFailed
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.runner_driver import init, share, step
@@ -75,10 +75,10 @@ def test_its_life(checkpoint, scheduler):
         tokens = [*PROMPT, *first.sequences[0].token_ids]
         again = scheduler.run(step(3, share(2, 0, tokens, [7, 8], init=both), scheduler="s", executor=life))
         assert again.sequences == second.sequences
-        scheduler.send(step(4, copies=[BlockCopy("host", 0, 1)], scheduler="s", executor=life))
+        scheduler.send(step(4, share(1, 5, [], [3, 1 << 20]), scheduler="s", executor=life))
         failed = scheduler.wait_for(StepFailed)
         assert (failed.step_id, failed.executor_incarnation) == (4, life)
-        assert "KV tier 'host'" in failed.error
+        assert "a block that is not among" in failed.error
         _, log = process.communicate(timeout=END_TIMEOUT_S)
     assert process.returncode == 1
     assert "Traceback" in log

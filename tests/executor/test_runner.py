@@ -3,9 +3,9 @@ import pytest
 import torch
 
 from executor import runner as runner_module
-from protocol.messages import BlockCopy, NeedInit, SequenceInit, StepResult
+from protocol.messages import NeedInit, StepResult
 from tests.fakes.cache_model import CacheModel, make_runner
-from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, sampling, share, step
+from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, share, step
 
 PROMPT = [5, 9, 2, 7, 7, 1, 30, 12, 8, 3, 11]
 
@@ -152,24 +152,10 @@ def test_an_init_forgets_what_was_before():
     assert result.token_ids == reference([6, 6], 1)
 
 
-def test_blocks_are_copied_before_anything_is_computed():
-    runner = make_runner()
-    runner.run(step(1, share(1, 0, PROMPT, [0, 1, 2], init=init(PROMPT))))
-    copies = [BlockCopy("device", 0, 10), BlockCopy("device", 1, 11)]
-    tail = share(2, 8, [50], [10, 11, 12], init=init([*PROMPT[:8], 50]))
-    result = runner.run(step(2, tail, copies=copies))
-    assert result.completed_copies == [0, 1]
-    assert result.sequences[0].token_ids == reference([*PROMPT[:8], 50], 1)
-
-
 def test_what_contradicts_itself_is_an_error_that_says_so():
-    def run(*shares, **fields):
-        return make_runner().run(step(1, *shares, **fields))
+    def run(*shares):
+        return make_runner().run(step(1, *shares))
 
-    with pytest.raises(ValueError, match="KV tier 'host'; it has: device"):
-        run(copies=[BlockCopy("host", 0, 1)])
-    with pytest.raises(ValueError, match="not within the 32 blocks"):
-        run(copies=[BlockCopy("device", 0, 32)])
     with pytest.raises(ValueError, match="3 are needed"):
         run(share(1, 0, PROMPT, [0, 1], init=init(PROMPT)))
     for block in (-1, 32):
@@ -177,10 +163,6 @@ def test_what_contradicts_itself_is_an_error_that_says_so():
             run(share(1, 0, PROMPT, [0, block, 2], init=init(PROMPT)))
     with pytest.raises(ValueError, match="sequence 1 does not fit its own init"):
         run(share(1, 0, [1, 2, 3], [0], init=init([1, 2])))
-    with pytest.raises(ValueError, match="no grammars"):
-        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), 1, grammar=b"x")))
-    with pytest.raises(ValueError, match="no adapters"):
-        run(share(1, 0, [1], [0], init=SequenceInit(sampling(), 1, adapter="x")))
 
 
 def expected_prompt_logprobs(prompt, vocab_size=64):

@@ -40,7 +40,7 @@ def runner_of(decoder, kv_dtype=torch.float32, device=None, **fields):
 def test_the_largest_step_has_as_many_tokens_and_sequences_as_a_scheduler_may_plan():
     step = largest_step(Config(max_num_seqs=3, max_num_batched_tokens=16, block_size=4), 256)
     assert [len(unpack_ids(part.token_ids)) for part in step.sequences] == [6, 5, 5]
-    assert [len(unpack_ids(part.block_tables[0])) for part in step.sequences] == [2, 2, 2]
+    assert [len(unpack_ids(part.block_table)) for part in step.sequences] == [2, 2, 2]
     step = largest_step(Config(max_num_seqs=2, max_num_batched_tokens=512), 40)
     assert [len(unpack_ids(part.token_ids)) for part in step.sequences] == [40, 40]
 

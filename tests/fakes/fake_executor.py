@@ -274,7 +274,7 @@ class FakeExecutor(PeerThread):
             if state.init.sampling.max_tokens:
                 assert sequence.sample == (end == state.num_tokens), f"sample={sequence.sample} at {end}"
             assert end <= self.max_model_len, f"{end} tokens"
-            slots = self.kv.slots_of(sequence.block_tables[0], end)
+            slots = self.kv.slots_of(sequence.block_table, end)
             new_slots = slots[sequence.num_computed_tokens :]
             assert written.isdisjoint(new_slots), "two sequences write one slot"
             written.update(new_slots)
@@ -295,7 +295,7 @@ class FakeExecutor(PeerThread):
         if (init := sequence.init) is not None:
             assert sequence.token_ids, "an init comes with the tokens of its share"
             num_computed_tokens = sequence.num_computed_tokens
-            slots = self.kv.slots_of(sequence.block_tables[0], num_computed_tokens + len(sequence.token_ids) // 4)
+            slots = self.kv.slots_of(sequence.block_table, num_computed_tokens + len(sequence.token_ids) // 4)
             token_ids = self.kv.read(slots[:num_computed_tokens])
             num_tokens = init.num_prompt_tokens + init.num_output_tokens
             state = SequenceState(init, token_ids, num_tokens, num_computed_tokens)

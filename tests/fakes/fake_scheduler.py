@@ -300,7 +300,6 @@ class FakeScheduler:
     def _ready(self) -> Ready:
         return Ready(
             scheduler_incarnation=self.incarnation,
-            model="fake",
             model_fingerprint=self.model_fingerprint,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from executor.launched import Launched
 from executor.runner import ModelRunner
-from protocol.messages import BlockCopy, SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
+from protocol.messages import SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
 from protocol.sampling import SamplingParams
 
 SCHEDULER, EXECUTOR = "scheduler-1", "executor-1"
@@ -36,18 +36,17 @@ def share(
     sample: bool = True,
     init: SequenceInit | None = None,
 ) -> SequenceStep:
-    return SequenceStep(seq_id, num_computed_tokens, pack_ids(token_ids), (pack_ids(blocks),), sample, init)
+    return SequenceStep(seq_id, num_computed_tokens, pack_ids(token_ids), pack_ids(blocks), sample, init)
 
 
 def step(
     step_id: int,
     *sequences: SequenceStep,
     forget: Sequence[int] = (),
-    copies: Sequence[BlockCopy] = (),
     scheduler: str = SCHEDULER,
     executor: str = EXECUTOR,
 ) -> Step:
-    return Step(scheduler, executor, step_id, list(sequences), list(forget), list(copies))
+    return Step(scheduler, executor, step_id, list(sequences), list(forget))
 
 
 class RunnerDriver:

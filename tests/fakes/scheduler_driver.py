@@ -119,7 +119,7 @@ class SlotExecutor:
     def compute(self, share: SequenceStep) -> SequenceResult:
         state = self.states[share.seq_id]
         assert self.fits(share), f"{share.seq_id} is at {state.num_computed_tokens}"
-        table, kv, size = unpack_ids(share.block_tables[0]), self.kv, self.block_size
+        table, kv, size = unpack_ids(share.block_table), self.kv, self.block_size
         token_ids = unpack_ids(share.token_ids) if share.token_ids else [state.last_token]
         start = share.num_computed_tokens
         end = start + len(token_ids)
@@ -194,7 +194,6 @@ class SchedulerDriver:
         tenant: str = "",
         priority: int = 0,
         cache_salt: str = "",
-        adapter: str = "",
         body_id: str = "",
         max_tokens: int = 8,
         **sampling: Any,
@@ -207,7 +206,6 @@ class SchedulerDriver:
             tenant=tenant,
             priority=priority,
             cache_salt=cache_salt,
-            adapter=adapter,
             body_id=body_id,
         )
 

@@ -366,7 +366,7 @@ async def test_reports_are_the_latest_of_each_scheduler(tokenizer: Tokenizer, ad
     schedulers = [FakeScheduler(address + name) for name in "abc"]
     async with connected(tokenizer, *schedulers) as engine:
         for number in (0, 2):
-            schedulers[number].stats = Stats(schedulers[number].incarnation, number, *range(12))
+            schedulers[number].stats = Stats(schedulers[number].incarnation, number, *range(10))
         await until(
             lambda: (
                 {key: stats for key, (_, stats) in engine.reports.items()}

@@ -41,7 +41,7 @@ def in_flight(events: list[Event]) -> InFlight:
 
 
 def ready(incarnation: str, fingerprint: str = "model") -> Ready:
-    return Ready(incarnation, "name", fingerprint, 100, 50, 16, 8, 4)
+    return Ready(incarnation, fingerprint, 100, 50, 16, 8, 4)
 
 
 def outputs(first: int, *token_ids: int, finish_reason: str | None = None) -> Outputs:

@@ -10,7 +10,7 @@ from protocol.config import Config
 from protocol.messages import Ready
 from tests.fakes.model_directories import text_ids, write_metaspace_model, write_tiny_model
 
-READY = Ready("s", "model", "fingerprint", 1024, 64, 16, 100, 8)
+READY = Ready("s", "fingerprint", 1024, 64, 16, 100, 8)
 BOS = 1
 CONVERSATION = [{"role": "system", "content": "say hello."}, {"role": "user", "content": "the quick fox"}]
 

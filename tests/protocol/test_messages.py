@@ -9,7 +9,6 @@ import pytest
 
 from protocol import messages
 from protocol.messages import (
-    Attachment,
     ExecutorReady,
     Logprobs,
     SequenceInit,
@@ -183,10 +182,8 @@ def test_sampling_is_checked_at_the_door():
 
 def test_nested_records_survive():
     init = SequenceInit(SamplingParams(max_tokens=9, seed=2**64 - 1, num_logprobs=0), 2, 1, pack_ids([1, 2]))
-    step = Step("s", "e", 3, [SequenceStep(1, 0, pack_ids([1, 2, 3]), (pack_ids([4]), pack_ids([5])), True, init)], [2])
+    step = Step("s", "e", 3, [SequenceStep(1, 0, pack_ids([1, 2, 3]), pack_ids([4, 5]), True, init)], [2])
     assert messages.decode_to_executor(messages.encode(step)) == step
-    submit = Submit("r", 1, b"", init.sampling, attachments=(Attachment(1, 2, b"x"), Attachment(4, 5, b"y")))
-    assert messages.decode_to_scheduler(messages.encode(submit)) == submit
 
 
 @pytest.mark.parametrize("decode", [messages.decode_to_scheduler, messages.decode_from_executor])

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from protocol.messages import Attachment, Submit, pack_ids
+from protocol.messages import Submit, pack_ids
 from protocol.sampling import SamplingParams
 from scheduler.admission import SubmitError, make_prompt, make_sequence
 
@@ -16,8 +16,6 @@ GOOD = Submit(
     tenant="t",
     priority=3,
     cache_salt="c",
-    adapter="a",
-    attachments=(Attachment(0, 1, b"x"),),
     body_id="b",
 )
 
@@ -26,14 +24,12 @@ def test_every_field_arrives():
     sequence = make_sequence(GOOD, make_prompt(GOOD, 100), 7, vocab_size=100)
     assert (sequence.seq_id, sequence.sampling) == (7, GOOD.sampling)
     assert (sequence.prompt_token_ids.tolist(), sequence.output_token_ids.tolist()) == ([0, 99], [5])
-    assert (sequence.task, sequence.tenant, sequence.priority, sequence.body_id) == ("generate", "t", 3, "b")
-    assert (sequence.cache_salt, sequence.adapter, sequence.attachments) == ("c", "a", GOOD.attachments)
+    assert (sequence.tenant, sequence.priority, sequence.cache_salt, sequence.body_id) == ("t", 3, "c", "b")
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"task": "embed"}, "the task 'embed' is not supported"),
         ({"prompt_token_ids": b""}, "no tokens"),
         ({"prompt_token_ids": pack_ids([1, 100])}, "prompt_token_ids has 100"),
         ({"prompt_token_ids": pack_ids([-1])}, "prompt_token_ids has -1"),

@@ -10,7 +10,7 @@ INIT = SequenceInit(SamplingParams(max_tokens=4, seed=1), 1)
 
 
 def newcomer(seq_id: int) -> SequenceStep:
-    return SequenceStep(seq_id, 0, b"", (b"",), True, INIT)
+    return SequenceStep(seq_id, 0, b"", b"", True, INIT)
 
 
 def counted(histogram: HistogramCounts) -> tuple[int, float]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Attachment, pack_ids
+from protocol.messages import pack_ids
 from scheduler.prefix import block_hash, root_hash
 from tests.fakes.scheduler_driver import SchedulerDriver
 
@@ -120,7 +120,6 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     [
         ({"tenant": "a"}, {"tenant": "b"}),
         ({"cache_salt": "a"}, {}),
-        ({"cache_salt": "x"}, {"adapter": "x"}),
         ({"tenant": "x"}, {"cache_salt": "x"}),
         ({"tenant": "ab", "cache_salt": "c"}, {"tenant": "a", "cache_salt": "bc"}),
         ({"tenant": "acache_saltb"}, {"tenant": "a", "cache_salt": "bcache_salt"}),
@@ -137,32 +136,12 @@ def test_those_who_may_not_share_do_not(first: dict[str, Any], second: dict[str,
 
 
 def test_a_chain_of_hashes_depends_on_everything_before() -> None:
-    root = root_hash("", "", "")
+    root = root_hash("", "")
     a, b = pack_ids(range(4)), pack_ids(range(4, 8))
     assert block_hash(block_hash(root, a), b) != block_hash(block_hash(root, b), b)
-    assert block_hash(root, a) != block_hash(root_hash("t", "", ""), a)
-    assert block_hash(root, a) == block_hash(root_hash("", "", ""), a)
+    assert block_hash(root, a) != block_hash(root_hash("t", ""), a)
+    assert block_hash(root, a) == block_hash(root_hash("", ""), a)
     assert len(block_hash(root, a)) == 32
-
-
-def test_attachments_count_in_the_blocks_that_they_reach_into() -> None:
-    root, ids = root_hash("", "", ""), pack_ids(range(4))
-
-    def second_block(*attachments: Attachment) -> bytes:
-        return block_hash(root, ids, 4, attachments)
-
-    plain = second_block()
-    assert second_block(Attachment(0, 4, b"image")) == plain
-    assert second_block(Attachment(8, 4, b"image")) == plain
-    different = {
-        plain,
-        second_block(Attachment(4, 4, b"image")),
-        second_block(Attachment(4, 4, b"other")),
-        second_block(Attachment(5, 3, b"image")),
-        second_block(Attachment(0, 8, b"image")),
-        second_block(Attachment(4, 2, b"image"), Attachment(6, 2, b"image")),
-    }
-    assert len(different) == 6
 
 
 def test_the_least_recently_used_tail_is_evicted_first() -> None:

@@ -2,15 +2,15 @@
 
 import pytest
 
-from protocol.messages import SequenceStep, Stats, StepTimes, pack_ids
-from scheduler.stats import FinishRate, StepMeter, StepPredictor, StepSize, describe, step_size
+from protocol.messages import SequenceStep, Stats, pack_ids
+from scheduler.stats import FinishRate, StepMeter, StepPredictor, StepSize, StepTimes, describe, step_size
 
 DECODE = StepSize(8, 8, has_prompt=False)
 PREFILL = StepSize(8, 300, has_prompt=True)
 
 
 def share(num_known_tokens: int, *, sample: bool = True) -> SequenceStep:
-    return SequenceStep(1, 0, pack_ids(range(num_known_tokens)), (b"",), sample)
+    return SequenceStep(1, 0, pack_ids(range(num_known_tokens)), b"", sample)
 
 
 def test_sizes_of_steps():
@@ -128,9 +128,9 @@ def test_retry_after():
 
 
 def test_the_operators_line():
-    before = Stats("s", 0, 0, 0, 0, 100, 50, 100, 0, 1, 5, 150, 0, 0)
-    now = Stats("s", 3, 2, 25, 9, 1100, 250, 1100, 250, 4, 50, 1350, 0, 0, {}, StepTimes(0.02, 0.15, 0.031))
-    assert describe(before, now, 10.0, num_blocks=50) == (
+    before = Stats("s", 0, 0, 0, 100, 50, 100, 0, 1, 5, 0, 0)
+    now = Stats("s", 3, 2, 25, 1100, 250, 1100, 250, 4, 50, 0, 0)
+    assert describe(before, now, StepTimes(0.02, 0.15, 0.031), 10.0, num_blocks=50) == (
         "prompt 100 tokens/s, output 20 tokens/s, running 3, waiting 2, KV use 50%, prefix hits 25%, preemptions 3,"
         " prefill step 150.0 ms, decode step 20.0 ms, executor waited 3.1%"
     )
