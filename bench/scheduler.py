@@ -34,7 +34,7 @@ from protocol.messages import (
     encode,
     unpack_ids,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from protocol.sockets import bind_router, connect_dealer
 from scheduler.frontend import Frontend, Service
 from scheduler.measures import Measures
@@ -132,9 +132,7 @@ class Rig:
         for number in range(self._num_requests, self._num_requests + num_requests):
             prompt = array("i", ((number + index) % VOCAB_SIZE for index in range(num_prompt_tokens)))
             self.num_received[f"request-{number}"] = 0
-            self._send(
-                Submit(f"request-{number}", self._hello_seq, prompt.tobytes(), SamplingParams(max_tokens, seed=0))
-            )
+            self._send(Submit(f"request-{number}", self._hello_seq, prompt.tobytes(), Sampling(max_tokens, seed=0)))
         self._num_requests += num_requests
         while not all(self.num_received.values()):
             self._step(_no_times())

@@ -13,15 +13,15 @@ from bench.cases import Sizes
 from executor.launched import Launched
 from executor.memory import allocate_kv_caches
 from executor.models import LoadedModel, load_model, read_model_config
-from executor.packing import Share
+from executor.packing import ShareInputs
 from executor.runner import ModelRunner
 from executor.sequences import SequenceState
 from executor.warm_up import capture_graphs
 from kernels import Backend
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
-SAMPLING = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+SAMPLING = Sampling(max_tokens=1 << 20, seed=0, temperature=0.0)
 
 
 class Length(NamedTuple):
@@ -163,7 +163,7 @@ def forward(runner: ModelRunner, token_ids: list[int], start: int, tables: list[
     """Return a copy of hidden_TE for the tokens from `start` on, of one sequence a block table."""
     begin = SequenceInit(SAMPLING, len(token_ids))
     part = pack_ids(token_ids[start:])
-    shares = [Share(SequenceState.from_init(begin, start), part, table, sample=True) for table in tables]
+    shares = [ShareInputs(SequenceState.from_init(begin, start), part, table, sample=True) for table in tables]
     return runner.forward(shares).clone()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from executor.sequences import SequenceState
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 # S rows, R some of them, N logits, K likeliest tokens
 
@@ -110,7 +110,7 @@ def make_columns(sequences: Sequence[SequenceState], vocab_size: int) -> Columns
     )
 
 
-def is_greedy(sampling: SamplingParams) -> bool:
+def is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < GREEDY_BELOW or sampling.top_k == 1
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from executor.gguf import read_index
 from executor.memory import KVShape
 from executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
-from executor.models.layers import Layer, LMHead, VocabParallelEmbedding
+from executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
 from executor.parallel import ALONE
 from executor.quantization import choose_rounding
 from executor.quantization.groups import whole_groups
@@ -143,7 +143,7 @@ def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> 
 
 def _native_weights(model: Decoder) -> Iterator[Weight]:
     for path, layer in model.named_modules():
-        if isinstance(layer, Layer) and layer.can_be_quantized:
+        if isinstance(layer, WeightModule) and layer.can_be_quantized:
             num_outputs, num_inputs = layer.weight.shape
             names, shards = source_names(f"{path}.weight"), layer.shards("weight")
             bounds = [shard.bounds for shard in shards]
@@ -153,7 +153,7 @@ def _native_weights(model: Decoder) -> Iterator[Weight]:
                 yield Weight(model.tied.get(name, name), num_rows, num_inputs, shard, kind)
 
 
-def _kind(layer: Layer, is_tied: bool) -> Kind:
+def _kind(layer: WeightModule, is_tied: bool) -> Kind:
     if isinstance(layer, VocabParallelEmbedding):
         return "embedding"
     if isinstance(layer, LMHead):

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from executor.device import Device
-from executor.packing import Share
+from executor.packing import ShareInputs
 from executor.sampler import Sampled, TokenLogprobs, pack_logprobs
 from protocol.messages import Logprobs, SequenceResult, Step, StepResult
 
@@ -41,7 +41,12 @@ class Launched:
     """One step in flight. Its sequences' states learn their new tokens when it is waited for."""
 
     def __init__(
-        self, step: Step, shares: Sequence[Share], outputs: StepOutputs, device: Device, previous: "Launched | None"
+        self,
+        step: Step,
+        shares: Sequence[ShareInputs],
+        outputs: StepOutputs,
+        device: Device,
+        previous: "Launched | None",
     ) -> None:
         """`previous` is the step before, if nobody has waited for it yet: states learn their tokens in order."""
         self.token_ids_S = outputs.sampled.token_ids_S if outputs.sampled else None  # on the device
@@ -96,7 +101,7 @@ class Launched:
         return zip(token_ids, [None if k is None else next(entries) for k in wanted], strict=True)
 
 
-def _read_prompt(arrays: Iterator[np.ndarray], share: Share, num_slices: int) -> Logprobs | None:
+def _read_prompt(arrays: Iterator[np.ndarray], share: ShareInputs, num_slices: int) -> Logprobs | None:
     num_alternatives = share.state.sampling.num_prompt_logprobs or 0
     found: list[Logprobs] = []
     for _ in range(num_slices):

@@ -14,7 +14,7 @@ from protocol.messages import SequenceStep
 PADDING_SLOT = -1  # its key and value are not stored
 
 
-class Share(NamedTuple):
+class ShareInputs(NamedTuple):
     """One sequence's part of a step: `token_ids` from the first token that is not computed on."""
 
     state: SequenceState
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     pending_row: int | None = None  # where, among what the last step sampled, its one token lies
 
     @classmethod
-    def of(cls, step: SequenceStep, state: SequenceState) -> "Share | None":
+    def of(cls, step: SequenceStep, state: SequenceState) -> "ShareInputs | None":
         """Return the share that `step` asks for, or None if it does not continue `state`."""
         token_ids = state.share_token_ids(step)
         if token_ids is None:
@@ -48,7 +48,7 @@ class StepArrays(NamedTuple):
     block_tables_SM: np.ndarray
 
 
-def pack(shares: Sequence[Share], block_size: int, num_blocks: int) -> StepArrays:
+def pack(shares: Sequence[ShareInputs], block_size: int, num_blocks: int) -> StepArrays:
     """Return the arrays of one step's shares; PENDING stands for tokens that only the device knows.
 
     Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
@@ -88,7 +88,7 @@ def pad(arrays: StepArrays, num_seqs: int, num_table_blocks: int) -> StepArrays:
     )
 
 
-def pending_rows(shares: Sequence[Share]) -> tuple[np.ndarray, np.ndarray]:
+def pending_rows(shares: Sequence[ShareInputs]) -> tuple[np.ndarray, np.ndarray]:
     """Return which tokens of the step are pending, and their rows among what the last step sampled, int64."""
     tokens, rows, end = [], [], 0
     for share in shares:
@@ -99,7 +99,7 @@ def pending_rows(shares: Sequence[Share]) -> tuple[np.ndarray, np.ndarray]:
     return np.array(tokens, np.int64), np.array(rows, np.int64)
 
 
-def _block_tables(shares: Sequence[Share], needed: Sequence[int], num_blocks: int) -> np.ndarray:
+def _block_tables(shares: Sequence[ShareInputs], needed: Sequence[int], num_blocks: int) -> np.ndarray:
     """Return the blocks that the step reaches, as many as are `needed` of each share, padded with 0."""
     for share, num_needed in zip(shares, needed, strict=True):
         if len(share.block_table) < 4 * num_needed:
@@ -114,7 +114,7 @@ def _block_tables(shares: Sequence[Share], needed: Sequence[int], num_blocks: in
 
 
 def _places(
-    shares: Sequence[Share], seq_lens: Sequence[int], block_tables_SM: np.ndarray, block_size: int
+    shares: Sequence[ShareInputs], seq_lens: Sequence[int], block_tables_SM: np.ndarray, block_size: int
 ) -> tuple[list[int], list[int]]:
     """Return the positions of all tokens, and the slots of their keys and values: side by side within a block."""
     positions: list[int] = []

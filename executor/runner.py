@@ -19,7 +19,7 @@ from executor.inputs import StepInputs
 from executor.launched import Launched, PromptSlice, StepOutputs
 from executor.memory import KVCaches
 from executor.models import Model
-from executor.packing import Share, StepArrays, pack, pending_rows
+from executor.packing import ShareInputs, StepArrays, pack, pending_rows
 from executor.parallel import ALONE, TensorParallel
 from executor.sampler import Sampled
 from executor.sequences import SequenceState
@@ -93,7 +93,7 @@ class ModelRunner:
         self._last = Launched(step, shares, outputs, self.device, previous)
         return self._last
 
-    def forward(self, shares: Sequence[Share]) -> Tensor:
+    def forward(self, shares: Sequence[ShareInputs]) -> Tensor:
         """Compute the shares' tokens into the KV cache; return hidden_TE."""
         if not shares:
             return torch.empty(0, device=self.device.torch_device)
@@ -105,7 +105,7 @@ class ModelRunner:
         self._fill_in_pending(inputs, shares)
         return self.model.forward(inputs, self.kv_caches)
 
-    def sample(self, hidden_TE: Tensor, shares: Sequence[Share]) -> StepOutputs:
+    def sample(self, hidden_TE: Tensor, shares: Sequence[ShareInputs]) -> StepOutputs:
         """Sample where the shares ask for it, and advance the states: a sampled token is pending from here on."""
         ends = list(accumulate(share.num_tokens for share in shares))
         prompt_slices = [
@@ -137,7 +137,7 @@ class ModelRunner:
         if any(state is not None and state.needs_pending(part) for state, part in states):
             self._last.wait()
 
-    def _fill_in_pending(self, inputs: StepInputs, shares: Sequence[Share]) -> None:
+    def _fill_in_pending(self, inputs: StepInputs, shares: Sequence[ShareInputs]) -> None:
         """Put what the last step sampled in the place of PENDING."""
         tokens, rows = pending_rows(shares)
         if len(tokens):
@@ -146,14 +146,14 @@ class ModelRunner:
             tokens_N, rows_N = self.device.upload([tokens, rows])
             inputs.token_ids_T.index_copy_(0, tokens_N, self._last.token_ids_S.index_select(0, rows_N))
 
-    def _take_shares(self, step: Step) -> tuple[list[Share], list[int]]:
+    def _take_shares(self, step: Step) -> tuple[list[ShareInputs], list[int]]:
         """Return the step's shares, and the sequences whose state is unknown or does not fit."""
         shares, missing = [], []
         for part in step.sequences:
             if part.init is not None:
                 self._states[part.seq_id] = SequenceState.from_init(part.init, part.num_computed_tokens)
             state = self._states.get(part.seq_id)
-            share = Share.of(part, state) if state is not None else None
+            share = ShareInputs.of(part, state) if state is not None else None
             if share is not None:
                 shares.append(share)
             elif part.init is not None:
@@ -162,7 +162,7 @@ class ModelRunner:
                 missing.append(part.seq_id)
         return shares, missing
 
-    def _sample_last(self, hidden_TE: Tensor, shares: Sequence[Share], ends: list[int]) -> Sampled | None:
+    def _sample_last(self, hidden_TE: Tensor, shares: Sequence[ShareInputs], ends: list[int]) -> Sampled | None:
         """Return the next token of each share that samples."""
         last = [end - 1 for share, end in zip(shares, ends, strict=True) if share.sample]
         if not last:
@@ -186,7 +186,7 @@ class ModelRunner:
         largest_S = torch.zeros(num_rows, device=self.device.torch_device)
         return Sampled(self.parallel.broadcast(token_ids_S).long(), largest_S, None)
 
-    def _prompt_logprobs(self, hidden_TE: Tensor, share: Share) -> list[PromptSlice]:
+    def _prompt_logprobs(self, hidden_TE: Tensor, share: ShareInputs) -> list[PromptSlice]:
         """Return the log probabilities of the prompt tokens that follow the share's own.
 
         Position p foretells token p + 1: chunks [a, b) and [b, c) give tokens a + 1 to b and b + 1 to c.

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from protocol.messages import SequenceInit, SequenceStep, unpack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 SPARE_SLOTS = 64  # of new counts, for tokens to come
 PENDING = 0  # in the place of a token that only the device knows: an id that every vocabulary has
@@ -56,7 +56,7 @@ class TokenCounts:
 class SequenceState:
     """One sequence: the number of its tokens, the tokens of its shares, and how many tokens have KV in the cache."""
 
-    sampling: SamplingParams
+    sampling: Sampling
     num_prompt_tokens: int
     num_known_tokens: int  # prompt and output, less what is pending
     first_token_index: int  # of `token_ids`: what was in the cache before has no share
@@ -147,11 +147,11 @@ def _int32(packed: bytes) -> np.ndarray:
     return np.frombuffer(packed, np.int32)
 
 
-def _bias(sampling: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+def _bias(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     # Of a token that is named twice the last bias holds: entries are written in no order.
     added = dict(sampling.logit_bias)
     return np.array(list(added), np.int64), np.array(list(added.values()), np.float32)
 
 
-def _stop_ids(sampling: SamplingParams) -> np.ndarray:
+def _stop_ids(sampling: Sampling) -> np.ndarray:
     return np.array(sorted({*sampling.eos_token_ids, *sampling.stop_token_ids}), np.int64)

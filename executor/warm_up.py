@@ -14,7 +14,7 @@ from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up as compile_each
 from protocol.config import Config
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     """Run one small prompt and one decode step, so that kernels are compiled and pages touched before any request."""
     num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 1))
     prompt, blocks = bytes(4 * num_tokens), pack_ids(range(-(-(num_tokens + 1) // runner.block_size)))
-    sampling = SamplingParams(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
+    sampling = Sampling(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
     runner.run(Step("", "", 1, [SequenceStep(0, 0, prompt, blocks, True, SequenceInit(sampling, num_tokens))]))
     if num_tokens < max_model_len:
         runner.run(Step("", "", 2, [SequenceStep(0, num_tokens, b"", blocks, True)]))
@@ -82,7 +82,7 @@ def largest_step(config: Config, max_model_len: int) -> Step:
     """Return a step as large as a scheduler may plan; all of it lies in block 0, so that its results are of no use."""
     num_seqs = config.max_num_seqs
     length, num_longer = divmod(config.max_num_batched_tokens, num_seqs)
-    sampling = SamplingParams(max_tokens=1, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
+    sampling = Sampling(max_tokens=1, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
     sequences = []
     for seq_id in range(num_seqs):
         num_tokens = min(length + (seq_id < num_longer), max_model_len)

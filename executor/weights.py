@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from executor.models.layers import Layer, num_outputs
+from executor.models.layers import WeightModule, num_outputs
 from executor.progress import tqdm_disable
 from executor.quantization import round_weight
 from executor.quantization.groups import form_of, pad_outputs, to_device
@@ -111,7 +111,7 @@ def load_weights(
     except the head's, to 8 or 4 bits. `progress` shows a bar on stderr (None: if it is a terminal). Raises ValueError
     as `Source` does.
     """
-    layers = {path: module for path, module in model.named_modules() if isinstance(module, Layer)}
+    layers = {path: module for path, module in model.named_modules() if isinstance(module, WeightModule)}
     names = {f"{path}.{leaf}" for path, layer in layers.items() for leaf, _ in layer.named_parameters()}
     source.check({tied.get(part, part) for name in names for part in source_names(name)}, set(tied))
     with tqdm(total=len(names), desc="loading weights", unit="tensor", disable=tqdm_disable(progress)) as bar:
@@ -135,7 +135,7 @@ def source_names(name: str) -> list[str]:
 
 
 def _read(
-    layer: Layer,
+    layer: WeightModule,
     leaf: str,
     names: list[str],
     source: Source,

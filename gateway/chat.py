@@ -42,7 +42,7 @@ from gateway.service import Service, new_response_id, unless_client_leaves
 from gateway.sse import DONE, ChunkWriter, EventStream
 from gateway.tokenizer import TooManyTokens
 from protocol.messages import Ready
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 
 async def chat_completions(request: Request) -> Response:
@@ -123,7 +123,7 @@ def render_chat(template: ChatTemplate, body: ChatRequest, max_model_len: int) -
         raise RequestError(str(error), param=param, code="invalid_value") from None
 
 
-def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
+def _sampling(service: Service, body: ChatRequest, ready: Ready, num_prompt_tokens: int) -> Sampling:
     asked, asked_by = wanted_tokens(body)
     if asked == 0:
         raise RequestError(f"{asked_by} must be at least 1", param=asked_by, code="invalid_value")

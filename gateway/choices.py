@@ -11,7 +11,7 @@ from gateway.openai_responses import PromptTokensDetails, Usage
 from gateway.openai_types import CommonRequest, stop_strings
 from gateway.sampling import for_choice
 from protocol.messages import excess_of_prompt_logprobs
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 
 class Choices:
@@ -143,7 +143,7 @@ def generation_requests(
     response_id: str,
     tenant: str,
     prompts: Sequence[list[int]],
-    samplings: Sequence[SamplingParams],
+    samplings: Sequence[Sampling],
 ) -> list[GenerationRequest]:
     """Return what to start for the choices of a request, n a prompt, in the order of their indexes.
 

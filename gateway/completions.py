@@ -47,7 +47,7 @@ from gateway.sse import DONE, ChunkWriter, EventStream
 from gateway.text_cuts import SLICE_CHARACTERS
 from gateway.tokenizer import TooManyTokens
 from protocol.messages import Ready
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _encode_prompt(service: Service, body: CompletionRequest, ready: Ready, prom
     return Prompt(prompt if body.echo else None, token_ids)
 
 
-def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int) -> SamplingParams:
+def _sampling(service: Service, body: CompletionRequest, ready: Ready, num_prompt_tokens: int) -> Sampling:
     asked, asked_by = wanted_tokens(body)
     if asked == 0 and not body.echo:
         raise RequestError(f"{asked_by} must be at least 1 (0 needs echo)", param=asked_by, code="invalid_value")

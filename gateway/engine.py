@@ -15,7 +15,7 @@ from gateway.tokenizer import Tokenizer
 from protocol.config import Config
 from protocol.link_keys import ClientKeys
 from protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 __all__ = [
     "Delta",
@@ -76,7 +76,7 @@ class GenerationRequest:
 
     request_id: str
     prompt: Prompt
-    sampling: SamplingParams
+    sampling: Sampling
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

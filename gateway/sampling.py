@@ -1,4 +1,4 @@
-"""From a request to SamplingParams: what it says, else what the generation config says, else OpenAI's default."""
+"""From a request to Sampling: what it says, else what the generation config says, else OpenAI's default."""
 
 import hashlib
 import re
@@ -12,7 +12,7 @@ from gateway.generation_config import SamplingDefaults
 from gateway.least_tokens import MAX_CHARACTERS_PER_TOKEN
 from gateway.openai_types import MAX_LOGPROBS, ChatRequest, CommonRequest, stop_strings
 from gateway.tokenizer import Tokenizer
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 MASK_64 = 2**64 - 1
 DEFAULT_MAX_TOKENS = 16  # of a completion
@@ -32,7 +32,7 @@ def sampling_params(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
     max_logprobs: int = MAX_LOGPROBS,
-) -> SamplingParams:
+) -> Sampling:
     """Return the sampling of choice 0. Raises RequestError for an id not in the vocabulary or too many min_tokens."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
@@ -63,7 +63,7 @@ def _special_stop_ids(request: CommonRequest, tokenizer: Tokenizer) -> list[int]
     return [token_id for token_id in token_ids if token_id in tokenizer.special_token_ids]
 
 
-def for_choice(params: SamplingParams, index: int) -> SamplingParams:
+def for_choice(params: Sampling, index: int) -> Sampling:
     """Return the sampling of choice `index`: its own seed, which depends on nothing but the request's and the index."""
     if index == 0:
         return params
@@ -128,8 +128,8 @@ def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> 
         raise RequestError(message, param=param, code="invalid_token_id")
 
 
-def _params(request: CommonRequest, defaults: SamplingDefaults) -> SamplingParams:
-    return SamplingParams(
+def _params(request: CommonRequest, defaults: SamplingDefaults) -> Sampling:
+    return Sampling(
         max_tokens=0,
         seed=0,
         temperature=_first(request.temperature, defaults.temperature, 1.0),

@@ -7,7 +7,7 @@ from gateway.delta import Delta, TokenLogprob, token_logprobs
 from gateway.detokenizer import Detokenizer
 from gateway.stop_strings import StopStrings
 from protocol.messages import Output, unpack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 
 class HeldToken(NamedTuple):
@@ -25,7 +25,7 @@ class TextStream:
     def __init__(
         self,
         detokenizer: Detokenizer,
-        sampling: SamplingParams,
+        sampling: Sampling,
         prompt_token_ids: list[int],
         stop: tuple[str, ...] = (),
         include_stop: bool = False,

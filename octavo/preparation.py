@@ -27,8 +27,8 @@ from gateway.sampling import (
 )
 from gateway.tokenizer import TooManyTokens
 from octavo.sampling_params import SamplingParams
-from protocol import sampling
 from protocol.messages import Ready
+from protocol.sampling import Sampling
 
 
 class TextPrompt(TypedDict):
@@ -122,7 +122,7 @@ class Preparation:
         sequences = generation_requests(params.request, number, "", [token_ids], [self._sampling(token_ids, params)])
         return PreparedRequest(request_id or number, text, token_ids, sequences)
 
-    def _sampling(self, token_ids: list[int], params: SamplingParams) -> sampling.SamplingParams:
+    def _sampling(self, token_ids: list[int], params: SamplingParams) -> Sampling:
         asked, defaults = params.request, self._files.sampling_defaults
         usual = DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
         max_tokens = resolve_max_tokens(

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 3
 MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt: they go out in one message
@@ -139,7 +139,7 @@ class Submit(Message, frozen=True):
     request_id: str
     hello_seq: int  # of the last Hello sent before this
     prompt_token_ids: bytes
-    sampling: SamplingParams
+    sampling: Sampling
     output_token_ids: bytes = b""  # what a resubmission has already
     tenant: str = ""
     priority: int = 0  # lower goes first
@@ -365,7 +365,7 @@ class SequenceInit(Record, frozen=True):
     travels once, and not at all where the prefix cache has it.
     """
 
-    sampling: SamplingParams
+    sampling: Sampling
     num_prompt_tokens: int
     num_output_tokens: int = 0
     prompt_token_ids: bytes = b""  # all of the prompt, if log probabilities of its tokens are still wanted

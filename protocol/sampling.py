@@ -8,7 +8,7 @@ from msgspec import Meta
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # an executor has them in columns of 64 bits
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Sampling of one sequence. Every field is set by the gateway; a default here means "off".
 
     Stop ids are two lists: `eos_token_ids` is what the model says (empty when the request ignores them),

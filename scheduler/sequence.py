@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from protocol.messages import Logprobs, SequenceInit
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 
 def no_ids() -> "array[int]":
@@ -40,7 +40,7 @@ class Sequence:
 
     seq_id: int
     prompt: Prompt
-    sampling: SamplingParams
+    sampling: Sampling
     output_token_ids: "array[int]" = field(default_factory=no_ids)  # int32, grows; at the start, a resubmission's
     tenant: str = ""
     priority: int = 0  # lower goes first

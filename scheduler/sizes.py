@@ -1,7 +1,7 @@
 """How many bytes a share takes, at most, in the Step that asks for it and in the StepResult: messages have a limit."""
 
 from protocol.messages import logprob_bytes
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from protocol.sockets import MAX_MESSAGE_BYTES
 from scheduler.sequence import Sequence
 
@@ -16,7 +16,7 @@ def share_bytes(sequence: Sequence) -> int:
     return FRAME_BYTES + num_logprob_bytes + sequence.token_bytes + len(sequence.packed_block_table)
 
 
-def token_bytes(sampling: SamplingParams) -> int:
+def token_bytes(sampling: Sampling) -> int:
     """Return what each token of a share takes."""
     return 4 + (0 if sampling.num_prompt_logprobs is None else logprob_bytes(sampling.num_prompt_logprobs))
 

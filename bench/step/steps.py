@@ -13,7 +13,7 @@ from executor.memory import KVCaches
 from executor.runner import ModelRunner
 from protocol.config import Config
 from protocol.messages import SequenceInit, SequenceStep, Step, StepResult, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 ROUND_TOKENS = 16  # by which the sequences of a decode step grow before they begin anew
 TILE_BLOCKS = 64  # with random keys and values, again and again in the pool
@@ -69,7 +69,7 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, vocab_size: int, temperature: float) -> None:
         self._runner = runner
-        self._sampling = SamplingParams(max_tokens=1 << 20, seed=0, temperature=temperature)
+        self._sampling = Sampling(max_tokens=1 << 20, seed=0, temperature=temperature)
         self._random = np.random.default_rng(0)
         self._token_ids = self._random.integers(0, vocab_size, 1 << 14, dtype=np.int32)
         self._num_filled_blocks = 0

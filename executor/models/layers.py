@@ -26,7 +26,7 @@ class Module(nn.Module):
     __call__: Callable[..., Tensor]
 
 
-class Layer(Module):
+class WeightModule(Module):
     """A module with parameters of its own."""
 
     weight: Tensor
@@ -42,12 +42,12 @@ class Layer(Module):
         for leaf, parts in parameters.items():
             setattr(self, leaf, nn.Parameter(_plain(parts), requires_grad=False))
 
-    def tie(self, owner: "Layer") -> bool:
+    def tie(self, owner: "WeightModule") -> bool:
         """Share what `owner`, whose weight this layer's is as well, has packed. Return whether there is such."""
         return False
 
 
-class RMSNorm(Layer):
+class RMSNorm(WeightModule):
     def __init__(self, size: int, eps: float, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
@@ -66,7 +66,7 @@ class RMSNorm(Layer):
         return self.backend.add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
 
-class Linear(Layer):
+class Linear(WeightModule):
     """A product with a weight that is packed once it is loaded; the raw weight is then let go.
 
     Parts of a fused weight that differ in form, such as a plain one among quantized ones, are products of their own.
@@ -157,7 +157,7 @@ class RowParallelLinear(Linear):
         return self.parallel.sum(self._product(x_TE))
 
 
-class VocabParallelEmbedding(Layer):
+class VocabParallelEmbedding(WeightModule):
     """Each rank has its share of the vocabulary's rows, the last one filled up with zeros.
 
     A quantized weight is packed, so that the head may share it; its rows come out in the dtype of the other weights.
@@ -216,7 +216,7 @@ class LMHead(Linear):
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self.parallel.shard(self.vocab_size),)
 
-    def tie(self, owner: Layer) -> bool:
+    def tie(self, owner: WeightModule) -> bool:
         if not isinstance(owner, VocabParallelEmbedding) or owner.packed is None:
             return False
         self.packed = [owner.packed]

@@ -9,7 +9,7 @@ import torch
 
 from executor.models import Decoder, load_model, read_model_config
 from kernels import cpu
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
 
@@ -20,7 +20,7 @@ MODELS = {
     "int8 in float32": (torch.float32, "int8"),
     "int4 in bfloat16": (torch.bfloat16, "int4"),
 }
-Request = tuple[list[int], SamplingParams]
+Request = tuple[list[int], Sampling]
 SHARED = [3 + 5 * i % 310 for i in range(48)]
 
 
@@ -30,7 +30,7 @@ def requests() -> list[Request]:
     made = []
     for i in range(16):
         prompt = [rng.randrange(3, 320) for _ in range(rng.choice([1, 7, 16, 40, 90]))]
-        sampling = SamplingParams(
+        sampling = Sampling(
             max_tokens=rng.randint(10, 24),
             seed=rng.getrandbits(64),
             temperature=(0.0, 0.7, 1.3)[i % 3],

@@ -7,7 +7,7 @@ import torch
 
 from executor.models import load_model, read_model_config
 from kernels import cpu
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import SchedulerWithRunner
 
@@ -24,8 +24,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> SchedulerWithRunner:
     return SchedulerWithRunner(decoder, torch.float32, max_model_len=1024, block_size=BLOCK_SIZE)
 
 
-def request(tail: list[int]) -> tuple[list[int], SamplingParams]:
-    return PREFIX + tail, SamplingParams(max_tokens=1, seed=0, temperature=0.0)
+def request(tail: list[int]) -> tuple[list[int], Sampling]:
+    return PREFIX + tail, Sampling(max_tokens=1, seed=0, temperature=0.0)
 
 
 def test_eight_at_once_compute_a_prefix_once_and_hold_its_blocks_once(engine: SchedulerWithRunner) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.fingerprint import model_fingerprint
 from executor.models import read_model_config
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.lazy_device import NoLooks
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
@@ -65,7 +65,7 @@ def test_frequencies_are_those_of_max_model_len(max_model_len: int, tmp_path: Pa
 
 def test_preemptions_and_prefix_hits_do_not_change_the_tokens(tmp_path: Path) -> None:
     model = load(write(tmp_path, CASES["cohere2"]))
-    greedy = SamplingParams(max_tokens=16, seed=0, temperature=0.0)
+    greedy = Sampling(max_tokens=16, seed=0, temperature=0.0)
     requests = [(prompt, greedy) for prompt in random_prompts(8, 30, 19, 25)]
     alone = [
         SchedulerWithRunner(model, torch.float32, enable_prefix_caching=False).generate([request])[0].token_ids

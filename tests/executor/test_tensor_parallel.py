@@ -14,7 +14,7 @@ from executor.models import load_model, read_model_config
 from kernels import cpu
 from protocol.config import Config
 from protocol.messages import Logprobs, NeedInit, StepResult
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.rank_group import Followers, RankGroup, free_address
 from tests.fakes.runner_driver import init, share, step
@@ -28,12 +28,12 @@ LENGTHS = (1, 30, 9, 17, 40, 5)
 MODELS = {2: {"tie_word_embeddings": False}, 4: {"tie_word_embeddings": True}}
 
 
-def requests() -> list[tuple[list[int], SamplingParams]]:
+def requests() -> list[tuple[list[int], Sampling]]:
     """Return greedy requests, half of them with one prefix; one is penalized, one wants its prompt scored."""
     made = []
     for i, length in enumerate(LENGTHS):
         prompt = [3 + (11 * i + 7 * j * j) % 310 for j in range(length)]
-        sampling = SamplingParams(
+        sampling = Sampling(
             max_tokens=10,
             seed=i,
             temperature=0.0,

@@ -28,7 +28,7 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from protocol.sockets import connect_dealer, new_identity
 from tests.fakes.peer_thread import PeerThread
 
@@ -39,7 +39,7 @@ class Stream:
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: Sampling
     options: dict[str, object] = field(default_factory=dict)  # of the Submit
     token_ids: list[int] = field(default_factory=list)
     logprobs: Logprobs | None = None
@@ -112,15 +112,13 @@ class FakeGateway(PeerThread):
         assert self.stats is not None
         return self.stats
 
-    def start(
-        self, request_id: str, prompt_token_ids: Iterable[int], sampling: SamplingParams, **options: object
-    ) -> Stream:
+    def start(self, request_id: str, prompt_token_ids: Iterable[int], sampling: Sampling, **options: object) -> Stream:
         stream = Stream(request_id, list(prompt_token_ids), sampling, options)
         self.resume(stream)
         return stream
 
     def start_without_prompt(
-        self, request_id: str, prompt_token_ids: Iterable[int], sampling: SamplingParams, **options: object
+        self, request_id: str, prompt_token_ids: Iterable[int], sampling: Sampling, **options: object
     ) -> Stream:
         """Start a request whose first Submit names its prompt only, as if another with its tokens had been lost."""
         stream = Stream(request_id, list(prompt_token_ids), sampling, options)

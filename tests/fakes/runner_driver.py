@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from executor.launched import Launched
 from executor.runner import ModelRunner
 from protocol.messages import SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 SCHEDULER, EXECUTOR = "scheduler-1", "executor-1"
 
 
-def sampling(**fields: object) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 1000, "seed": 1, "temperature": 0.0} | fields)
+def sampling(**fields: object) -> Sampling:
+    return Sampling(**{"max_tokens": 1000, "seed": 1, "temperature": 0.0} | fields)
 
 
 def init(prompt: Sequence[int], output: Sequence[int] = (), **fields: object) -> SequenceInit:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
 from scheduler.sizes import MAX_STEP_BYTES
 
@@ -34,7 +34,7 @@ def prompt_logprob(previous_slot: int, token_id: int) -> Logprobs:
     return Logprobs(0, pack_ids([previous_slot]), pack_ids([token_id]))
 
 
-def reference(prompt: Iterable[int], sampling: SamplingParams, max_model_len: int = 1 << 20) -> tuple[list[int], str]:
+def reference(prompt: Iterable[int], sampling: Sampling, max_model_len: int = 1 << 20) -> tuple[list[int], str]:
     """Return the output tokens and the finish reason of a sequence that runs alone and undisturbed."""
     tokens, total, slot, num_outputs = list(prompt), 0, 0, 0
     for token_id in tokens:
@@ -201,7 +201,7 @@ class SchedulerDriver:
         return Sequence(
             seq_id,
             Prompt(array("i", prompt)),
-            SamplingParams(max_tokens=max_tokens, seed=0, **sampling),
+            Sampling(max_tokens=max_tokens, seed=0, **sampling),
             array("i", outputs),
             tenant=tenant,
             priority=priority,
@@ -303,7 +303,7 @@ class SchedulerDriver:
     @staticmethod
     def expect(prompt: Iterable[int], **sampling: Any) -> tuple[list[int], str]:
         """Return what a sequence gives that runs alone: its tokens and finish reason."""
-        return reference(prompt, SamplingParams(seed=0, **sampling))
+        return reference(prompt, Sampling(seed=0, **sampling))
 
     def assert_prompt_logprobs(self, seq_id: int) -> None:
         """They came once, for every prompt token but the first, each with the right value."""

@@ -14,7 +14,7 @@ from executor.models import LoadedModel
 from executor.runner import ModelRunner
 from kernels import cpu
 from protocol.messages import Logprobs, Step
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from scheduler import scheduler
 from scheduler.interface import PlannedStep
 from scheduler.scheduler import Limits, Scheduler
@@ -66,7 +66,7 @@ class SchedulerWithRunner:
         self._num_requests = 0
 
     def generate(
-        self, requests: Sequence[tuple[Sequence[int], SamplingParams]], arrivals: Mapping[int, int] | None = None
+        self, requests: Sequence[tuple[Sequence[int], Sampling]], arrivals: Mapping[int, int] | None = None
     ) -> list[Generated]:
         """Return what each (prompt, sampling) gives; request i arrives before the step number `arrivals[i]` (or 0)."""
         results = {self._num_requests + i: Generated() for i in range(len(requests))}
@@ -93,7 +93,7 @@ class SchedulerWithRunner:
         self.scheduler.check_integrity()
         return list(results.values())
 
-    def _add(self, seq_id: int, prompt: Sequence[int], sampling: SamplingParams) -> None:
+    def _add(self, seq_id: int, prompt: Sequence[int], sampling: Sampling) -> None:
         sequence = scheduler.Sequence(seq_id, scheduler.Prompt(array("i", prompt)), sampling)
         assert self.scheduler.refusal(sequence) is None
         self.scheduler.add(sequence)

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 
 from protocol.messages import Logprobs, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = 0
@@ -19,7 +19,7 @@ def next_token(token_ids: Sequence[int], seed: int) -> int:
 
 
 def expected_output(
-    prompt_token_ids: Sequence[int], sampling: SamplingParams, max_model_len: int = 1 << 30
+    prompt_token_ids: Sequence[int], sampling: Sampling, max_model_len: int = 1 << 30
 ) -> tuple[list[int], str]:
     """Return all output tokens of a request, and why it ends."""
     token_ids = list(prompt_token_ids)

@@ -14,7 +14,7 @@ from gateway.delta import Whole
 from gateway.engine import Engine, GenerationRequest, Prompt
 from gateway.metrics import Metrics
 from gateway.tokenizer import Tokenizer
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.model_directories import write_tiny_model
 from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
@@ -43,7 +43,7 @@ async def connected(server: SchedulerThread, tokenizer: Tokenizer) -> AsyncItera
 
 def body(name: str, prompt: list[int], n: int, max_tokens: int) -> list[GenerationRequest]:
     shared = Prompt.of(name, prompt)
-    return [GenerationRequest(f"{name}-{i}", shared, SamplingParams(max_tokens, seed=i)) for i in range(n)]
+    return [GenerationRequest(f"{name}-{i}", shared, Sampling(max_tokens, seed=i)) for i in range(n)]
 
 
 async def start(engine: Engine, requests: list[GenerationRequest]) -> Choices:
@@ -80,9 +80,7 @@ async def test_one_body_leaves_places_and_a_queue_for_others(tokenizer: Tokenize
             reading = asyncio.ensure_future(choices.collect())
             before = server.scheduler.counters.num_steps
             [short] = await answers(engine, body("short", [8, 9], 1, 3))
-            assert (short.token_ids, short.finish_reason) == expected_output(
-                [8, 9], SamplingParams(max_tokens=3, seed=0)
-            )
+            assert (short.token_ids, short.finish_reason) == expected_output([8, 9], Sampling(max_tokens=3, seed=0))
             assert server.scheduler.counters.num_steps - before < 100
             assert server.scheduler.num_waiting == 0
             reading.cancel()

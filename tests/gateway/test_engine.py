@@ -20,7 +20,7 @@ from gateway.engine import (
 )
 from gateway.tokenizer import Tokenizer
 from protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.fake_scheduler import FakeScheduler, Faults, LoseFirst, running
 
 
@@ -62,11 +62,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def request(name: str = "r", *, num_tokens: int = 20, seed: int = 1, stop: tuple[str, ...] = ()) -> GenerationRequest:
-    return GenerationRequest(name, Prompt.of(name, [5, 6, 7]), SamplingParams(max_tokens=num_tokens, seed=seed), stop)
+    return GenerationRequest(name, Prompt.of(name, [5, 6, 7]), Sampling(max_tokens=num_tokens, seed=seed), stop)
 
 
 def expected(num_tokens: int = 20, seed: int = 1) -> list[int]:
-    return reply(Submit("", 0, b"", SamplingParams(max_tokens=num_tokens, seed=seed)))
+    return reply(Submit("", 0, b"", Sampling(max_tokens=num_tokens, seed=seed)))
 
 
 async def rest(generation: Generation) -> list[Delta]:
@@ -329,7 +329,7 @@ async def test_a_failure_ends_the_stream_with_its_reason(tokenizer: Tokenizer, a
 async def test_logprobs_and_cached_tokens_arrive(tokenizer: Tokenizer, address: str) -> None:
     scheduler = FakeScheduler(address, reply=reply, tokens_per_step=4)
     scheduler.num_cached_tokens = 2
-    sampling = SamplingParams(max_tokens=20, seed=1, num_logprobs=2, num_prompt_logprobs=1)
+    sampling = Sampling(max_tokens=20, seed=1, num_logprobs=2, num_prompt_logprobs=1)
     async with connected(tokenizer, scheduler) as engine:
         deltas = await rest(await engine.start(GenerationRequest("r", Prompt.of("r", [5, 6, 7]), sampling)))
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs or []]

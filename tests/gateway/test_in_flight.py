@@ -18,10 +18,10 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.toy_model import logprobs_of
 
-SUBMIT = Submit("r", 0, pack_ids([1, 2]), SamplingParams(max_tokens=9, seed=3))
+SUBMIT = Submit("r", 0, pack_ids([1, 2]), Sampling(max_tokens=9, seed=3))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from gateway.delta import Delta, TokenLogprob
 from gateway.text_stream import TextStream
 from gateway.tokenizer import Tokenizer
 from protocol.messages import Output, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.toy_model import logprobs_of
 
 IM_END = 4
@@ -36,7 +36,7 @@ def stream(
     **sampling: object,
 ) -> list[Delta]:
     """Return the Deltas of `token_ids`, which come in `batches` (default: one by one)."""
-    params = SamplingParams(max_tokens=100, seed=0, **sampling)
+    params = Sampling(max_tokens=100, seed=0, **sampling)
     detokenizer = tokenizer.detokenizer(skip_special_tokens=skip_special_tokens)
     text_stream = TextStream(detokenizer, params, [5, 6, 7], stop, include_stop)
     deltas, first = [], 0
@@ -158,7 +158,7 @@ def test_logprobs_are_those_of_the_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_of_the_prompt_come_first_even_without_text(tokenizer: Tokenizer) -> None:
-    params = SamplingParams(max_tokens=0, seed=0, num_prompt_logprobs=0)
+    params = Sampling(max_tokens=0, seed=0, num_prompt_logprobs=0)
     text_stream = TextStream(tokenizer.detokenizer(), params, [5, 6, 7])
     delta = text_stream.push(Output("r", 0, finish_reason="length", prompt_logprobs=logprobs_of([6, 7], 0)))
     assert delta is not None
@@ -167,7 +167,7 @@ def test_logprobs_of_the_prompt_come_first_even_without_text(tokenizer: Tokenize
 
 
 def test_a_failure_lets_out_what_was_held(tokenizer: Tokenizer) -> None:
-    params = SamplingParams(max_tokens=9, seed=0)
+    params = Sampling(max_tokens=9, seed=0)
     text_stream = TextStream(tokenizer.detokenizer(), params, [5], ("ab",))
     assert text_stream.push(Output("r", 0, pack_ids(letters(tokenizer, "a")))) is None
     delta = text_stream.push(Output("r", 1, finish_reason="error", error="it broke", num_cached_tokens=3))

@@ -18,7 +18,7 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 
 UNIONS = {
     "to_scheduler": (messages.ToScheduler, messages.decode_to_scheduler),
@@ -68,8 +68,8 @@ class Samples:
         return tuple(self.of(argument) for argument in arguments)
 
     def struct(self, kind: type[msgspec.Struct]) -> msgspec.Struct:
-        if kind is SamplingParams:
-            return SamplingParams(
+        if kind is Sampling:
+            return Sampling(
                 self.count, 2**64 - 1, 0.5, 7, 0.25, 0.125, 1.5, -1.5, 1.1, 3, (1, 2), (3,), ((4, -0.5),), 5, 6
             )
         return kind(**{field.name: self.of(field.type) for field in msgspec.structs.fields(kind)})
@@ -160,7 +160,7 @@ def test_logprobs_without_alternatives():
 
 
 def test_sampling_is_checked_at_the_door():
-    good = Submit("r", 1, pack_ids([1]), SamplingParams(max_tokens=1, seed=0))
+    good = Submit("r", 1, pack_ids([1]), Sampling(max_tokens=1, seed=0))
     fields = msgspec.msgpack.decode(messages.encode(good))
     for index, bad in [
         (0, -1),
@@ -181,7 +181,7 @@ def test_sampling_is_checked_at_the_door():
 
 
 def test_nested_records_survive():
-    init = SequenceInit(SamplingParams(max_tokens=9, seed=2**64 - 1, num_logprobs=0), 2, 1, pack_ids([1, 2]))
+    init = SequenceInit(Sampling(max_tokens=9, seed=2**64 - 1, num_logprobs=0), 2, 1, pack_ids([1, 2]))
     step = Step("s", "e", 3, [SequenceStep(1, 0, pack_ids([1, 2, 3]), pack_ids([4, 5]), True, init)], [2])
     assert messages.decode_to_executor(messages.encode(step)) == step
 

@@ -4,14 +4,14 @@ import msgspec
 import pytest
 
 from protocol.messages import Submit, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from scheduler.admission import SubmitError, make_prompt, make_sequence
 
 GOOD = Submit(
     "r",
     1,
     pack_ids([0, 99]),
-    SamplingParams(max_tokens=1, seed=2, stop_token_ids=(99,), logit_bias=((0, 1.0), (99, -1.0)), eos_token_ids=(100,)),
+    Sampling(max_tokens=1, seed=2, stop_token_ids=(99,), logit_bias=((0, 1.0), (99, -1.0)), eos_token_ids=(100,)),
     pack_ids([5]),
     tenant="t",
     priority=3,
@@ -35,8 +35,8 @@ def test_every_field_arrives():
         ({"prompt_token_ids": pack_ids([-1])}, "prompt_token_ids has -1"),
         ({"prompt_token_ids": b"12345"}, "whole number of int32"),
         ({"output_token_ids": pack_ids([100])}, "output_token_ids has 100"),
-        ({"sampling": SamplingParams(max_tokens=1, seed=1, stop_token_ids=(1, 100))}, "stop_token_ids has 100"),
-        ({"sampling": SamplingParams(max_tokens=1, seed=1, logit_bias=((-2, 0.0),))}, "logit_bias has -2"),
+        ({"sampling": Sampling(max_tokens=1, seed=1, stop_token_ids=(1, 100))}, "stop_token_ids has 100"),
+        ({"sampling": Sampling(max_tokens=1, seed=1, logit_bias=((-2, 0.0),))}, "logit_bias has -2"),
     ],
 )
 def test_what_would_hurt_an_executor_is_refused(fields, words):

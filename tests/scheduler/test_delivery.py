@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from protocol.messages import Hello, Logprobs, Output, Submit, encode, pack_ids, unpack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from scheduler.delivery import MAX_OUTPUTS_BYTES, Ledger
 from scheduler.scheduler import Update
 
@@ -18,7 +18,7 @@ def hello(seq: int, *in_flight: tuple[str, int]) -> Hello:
 
 
 def submit(request_id: str, hello_seq: int, num_output_tokens: int = 0) -> Submit:
-    sampling = SamplingParams(max_tokens=99, seed=0)
+    sampling = Sampling(max_tokens=99, seed=0)
     return Submit(request_id, hello_seq, pack_ids([1]), sampling, pack_ids(range(num_output_tokens)))
 
 

@@ -11,7 +11,7 @@ import zmq
 from protocol.handshakes import HandshakeWatch
 from protocol.link_keys import ClientKeys, KeyPair, client_keys, make_keys, server_keys
 from protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, encode
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from protocol.sockets import bind_router, connect_dealer, new_identity, try_send
 from scheduler.probe import ask
 from tests.fakes.fake_executor import FakeExecutor
@@ -20,7 +20,7 @@ from tests.fakes.scheduler_thread import SchedulerThread, toy_config
 from tests.fakes.toy_model import expected_output
 from tests.fakes.waiting import wait_until
 
-SAMPLING = SamplingParams(max_tokens=20, seed=1)
+SAMPLING = Sampling(max_tokens=20, seed=1)
 PROMPT = list(range(1, 9))
 
 
@@ -261,7 +261,7 @@ def test_a_flood_of_strangers_is_logged_once_and_holds_up_nothing(peers, schedul
     gateway, _ = peers
     address = scheduler.config.frontend_address
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    stream = gateway.start("during", PROMPT, SamplingParams(max_tokens=200, seed=1))
+    stream = gateway.start("during", PROMPT, Sampling(max_tokens=200, seed=1))
     for _ in range(200):
         with sockets.create_connection((host, int(port))) as knocking:
             knocking.sendall(b"GET / HTTP/1.1\r\nHost: octavo\r\n\r\n" + bytes(64))

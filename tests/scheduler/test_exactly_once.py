@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config import Config
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.chaos_proxy import ChaosProxy
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway, Stream
@@ -74,7 +74,7 @@ class House:
 
     def start_stream(self, gateway: FakeGateway, number: int, longest: int) -> Stream:
         prompt = [self.drawn.randrange(1, 5) for _ in range(self.drawn.randrange(1, 40))]
-        sampling = SamplingParams(
+        sampling = Sampling(
             max_tokens=self.drawn.randrange(0, longest),
             seed=self.drawn.getrandbits(64),
             eos_token_ids=(EOS_TOKEN_ID,),

@@ -1,12 +1,12 @@
 """How long requests wait and run, by a clock that the test turns."""
 
 from protocol.messages import HistogramCounts, SequenceInit, SequenceStep
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from scheduler.interface import Update
 from scheduler.measures import Measures
 from scheduler.stats import StepSize
 
-INIT = SequenceInit(SamplingParams(max_tokens=4, seed=1), 1)
+INIT = SequenceInit(Sampling(max_tokens=4, seed=1), 1)
 
 
 def newcomer(seq_id: int) -> SequenceStep:

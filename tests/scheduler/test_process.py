@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway
 from tests.fakes.scheduler_thread import socket_directory
@@ -17,7 +17,7 @@ from tests.fakes.toy_model import expected_output
 from tests.fakes.waiting import has_beaten, wait_until
 
 ROOT = Path(__file__).parents[2]
-SAMPLING = SamplingParams(max_tokens=300, seed=1)
+SAMPLING = Sampling(max_tokens=300, seed=1)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, Submit, encode, pack_ids
-from protocol.sampling import SamplingParams
+from protocol.sampling import Sampling
 from protocol.sockets import connect_dealer
 from tests.fakes.fake_executor import DEVICE_BYTES, USED_BYTES, FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway, Stream
@@ -20,11 +20,11 @@ from tests.fakes.waiting import wait_until
 SLOW_STEP_S = 0.05  # what is endless then lasts for longer than any peer's patience
 
 
-def sampling(max_tokens: int = 20, seed: int = 1, **fields) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, seed=seed, **{"eos_token_ids": (EOS_TOKEN_ID,), **fields})
+def sampling(max_tokens: int = 20, seed: int = 1, **fields) -> Sampling:
+    return Sampling(max_tokens=max_tokens, seed=seed, **{"eos_token_ids": (EOS_TOKEN_ID,), **fields})
 
 
-def endless(seed: int = 1, max_tokens: int = 200) -> SamplingParams:
+def endless(seed: int = 1, max_tokens: int = 200) -> Sampling:
     """Return sampling that only `max_tokens` ends."""
     return sampling(max_tokens, seed, eos_token_ids=())
 
@@ -195,7 +195,7 @@ def test_64_streams_of_which_some_are_left(house):
 # What is refused
 
 
-def rejection(gateway: FakeGateway, prompt: list[int], sampled: SamplingParams | None = None, **options):
+def rejection(gateway: FakeGateway, prompt: list[int], sampled: Sampling | None = None, **options):
     stream = gateway.start(f"x{len(gateway.streams)}", prompt, sampled or sampling(), **options)
     gateway.wait_all()
     assert stream.rejected is not None
