@@ -144,3 +144,10 @@ class Share(msgspec.Struct, eq=False):
     keeps_kv: bool = True  # False once the sequence was preempted: its token counts, its KV is gone
     is_void: bool = False  # the result says nothing: the share before it was not computed
     held_blocks: "array[int] | None" = None  # released when this step is done: the sequence let go of them in flight
+
+    def roll_back(self) -> None:
+        """Have the tokens of this share planned again."""
+        if self.keeps_kv:
+            self.sequence.num_planned_tokens = self.start
+        if self.has_init:
+            self.sequence.needs_init = True
