@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import kernels  # before torch
+from kernels.choice import choose_backend  # before torch
 
 # isort: split
 import torch
@@ -19,7 +19,8 @@ from torch import Tensor
 from bench.cases import LLAMA_1B, TINY, Case, Sizes, make_cases
 from bench.timing import Roofline, measure_roofline, time_call
 from bench.whole_model import Length, WholeModel, logits_error
-from kernels import Backend, reference
+from kernels import reference
+from kernels.backend import Backend
 
 NEAR = 0.03  # of hidden states and logits in bfloat16, relative: what is rounded on the way is rounded elsewhere
 NUM_LAYERS = 16
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_bench(backend_name: str, *, is_timed: bool) -> Bench:
-    chosen = kernels.choose_backend(backend_name)
+    chosen = choose_backend(backend_name)
     if not is_timed:
         return Bench(chosen.backend, torch.device("cpu"), torch.float32, TINY, 2, Length(6, 3), None)
     roofline = measure_roofline(chosen.device)

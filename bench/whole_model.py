@@ -17,7 +17,7 @@ from executor.packing import ShareInputs
 from executor.runner import ModelRunner
 from executor.sequences import SequenceState
 from executor.warm_up import capture_graphs
-from kernels import Backend
+from kernels.backend import Backend
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
 from protocol.sampling import Sampling
 

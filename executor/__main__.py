@@ -53,7 +53,7 @@ def main() -> int:
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     with imports_of("python -m executor", "executor"):
-        import kernels  # noqa: F401
+        import kernels.choice  # noqa: F401
         from executor.group import Relay, follow, is_local
         from executor.parallel import GroupLostError
         from executor.server import PlaceFreeError, serve

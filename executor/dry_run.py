@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernels  # before torch
+from kernels.choice import ChosenBackend, choose_backend  # before torch
 
 # isort: split
 import torch
@@ -29,7 +29,6 @@ from executor.memory import CPU_SHARE, usable_bytes
 from executor.models import ModelConfig, TensorParallel, read_model_config
 from executor.models.split import check_size
 from executor.startup import choose_max_model_len
-from kernels import ChosenBackend
 from protocol.config import Config
 from protocol.process import start_process
 
@@ -74,7 +73,7 @@ class Machine:
 def main() -> int:
     config, _ = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
     try:
-        chosen = kernels.choose_backend(config.attention_backend)
+        chosen = choose_backend(config.attention_backend)
         plan = make_plan(config, chosen)
     except ValueError as error:
         print(f"octavo: {error}", file=sys.stderr)

@@ -21,7 +21,7 @@ def limits() -> dict[str, str]:
 
 def devices() -> dict[str, str]:
     """Return what torch and the kernels find. Raises ImportError if they are not installed."""
-    import kernels  # before torch
+    from kernels.choice import available_backends  # before torch
 
     # isort: split
     import torch
@@ -33,7 +33,7 @@ def devices() -> dict[str, str]:
     return {
         "torch computes for": f"CUDA {torch.version.cuda}" if torch.version.cuda else _other_platform(torch),
         "GPUs that torch finds": "; ".join(described) or "none",
-        "backends": ", ".join(f"{name} (on {device.type})" for name, device in kernels.available_backends().items()),
+        "backends": ", ".join(f"{name} (on {device.type})" for name, device in available_backends().items()),
         "bfloat16 on the CPU": bfloat16_form(),
     }
 

@@ -18,7 +18,7 @@ from executor.quantization.groups import whole_groups
 from executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
 from executor.shards import Shard
 from executor.weights import source_names
-from kernels import Backend
+from kernels.backend import Backend
 from protocol.config import Config
 
 Kind = Literal["embedding", "projection", "head", "tied head", "router"]

@@ -2,7 +2,7 @@
 
 import sys
 
-import kernels  # before torch
+from kernels.choice import available_backends  # before torch
 
 # isort: split
 import torch
@@ -12,7 +12,7 @@ from executor.warm_up import compile_kernels
 
 def main() -> int:
     """Fill the user's cache for this CPU; what another dtype needs is left to its first start. Return 0."""
-    best_backend = next(iter(kernels.available_backends()))
+    best_backend = next(iter(available_backends()))
     if best_backend == "cpu":
         compile_kernels(torch.bfloat16, has_panels=True, has_program=True)
     return 0

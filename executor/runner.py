@@ -23,7 +23,7 @@ from executor.packing import ShareInputs, StepArrays, pack, pending_rows
 from executor.parallel import ALONE, TensorParallel
 from executor.sampler import Sampled
 from executor.sequences import SequenceState
-from kernels import Backend
+from kernels.backend import Backend
 from protocol.messages import NeedInit, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time

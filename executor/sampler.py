@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from executor.columns import MASKED_LOGIT, Columns, Draws, Penalties
-from kernels import Backend
+from kernels.backend import Backend
 from protocol.messages import Logprobs
 
 # S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of tokens of the vocabulary, N logits

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-import kernels
 from executor.device import Device, device_of
 from executor.dtypes import choose_dtype, choose_kv_dtype
 from executor.fingerprint import model_fingerprint
@@ -35,7 +34,9 @@ from executor.runner import ModelRunner
 from executor.server import StepProgress
 from executor.threads import choose_num_threads
 from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
-from kernels import Backend, ChosenBackend
+from kernels import cpu
+from kernels.backend import Backend
+from kernels.choice import ChosenBackend, choose_backend
 from kernels.cpu import PanelLinear
 from protocol.config import FIELDS, Config
 from protocol.lifeline import Heart
@@ -79,7 +80,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     Raises ValueError, for the operator, if it cannot be had, and GroupLostError if another rank ends meanwhile.
     `heart` is to beat with every layer of a step.
     """
-    chosen = kernels.choose_backend(config.attention_backend)
+    chosen = choose_backend(config.attention_backend)
     device = own_device(config, chosen.device)
     with phase("configuration"):
         choices = _choose(config, chosen, device)
@@ -139,7 +140,7 @@ def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choi
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device)
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
-    kernels.cpu.set_num_threads(num_threads)
+    cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
     choices = Choices(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name))
     if config.rank == 0:  # which says it for all

@@ -28,9 +28,9 @@ from gateway.origins import Origins
 from gateway.request_id import RequestIds
 from gateway.root_path import RootPath
 from gateway.service import Service
-from protocol import __version__
 from protocol.config import Config
 from protocol.link_keys import client_keys
+from protocol.version import __version__
 
 KEEP_ALIVE_S = 10.0
 FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request

@@ -8,8 +8,8 @@ from octavo.shadows import require_ours
 for package in ("protocol", "gateway"):
     require_ours(package)
 
-from protocol import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
 from protocol.extras import require_extras  # noqa: E402
+from protocol.version import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
 
 if TYPE_CHECKING:
     from octavo.async_llm import AsyncLLM

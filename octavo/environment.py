@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from octavo.cache import models_directory
-from protocol import __version__
+from protocol.version import __version__
 
 Section = Mapping[str, str]
 

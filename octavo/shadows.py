@@ -13,7 +13,7 @@ def require_ours(package: str) -> None:
     """Raise ImportError, naming the file, if `import package` here gets something else than our package."""
     module = sys.modules.get(package)
     spec = module.__spec__ if module is not None else importlib.util.find_spec(package)
-    if spec is not None and not _is_ours(package, spec):
+    if spec is not None and not _is_ours(spec):
         raise ImportError(_complaint(package, spec), name=package, path=spec.origin)
 
 
@@ -22,14 +22,14 @@ def shadowed_in_children(packages: Iterable[str], pythonpath: str) -> str | None
     entries = [entry or "." for entry in pythonpath.split(":")] if pythonpath else []
     for package in packages:
         spec = PathFinder.find_spec(package, entries)
-        if spec is not None and not _is_ours(package, spec):
+        if spec is not None and not _is_ours(spec):
             return f"{_complaint(package, spec)} (PYTHONPATH leads to it)"
     return None
 
 
-def _is_ours(package: str, spec: ModuleSpec) -> bool:
-    """A directory without __init__.py, which has no origin, never comes before a package."""
-    return spec.origin is None or Path(spec.origin).resolve() == OURS / package / "__init__.py"
+def _is_ours(spec: ModuleSpec) -> bool:
+    """Our packages, like any directory without __init__.py, have no origin: a module or a package comes before them."""
+    return spec.origin is None
 
 
 def _complaint(package: str, spec: ModuleSpec) -> str:

@@ -71,7 +71,7 @@ def run(flags: Mapping[str, Any]) -> int:
     configure_logging("bench", config.log_level)
     resolved = resolve_model_of(config)
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    import kernels  # noqa: F401
+    import kernels.choice  # noqa: F401
     from bench.step.measure import Request, measure
     from bench.step.results import show
     from executor.startup import START_FAILURES

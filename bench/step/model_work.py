@@ -10,7 +10,7 @@ from bench.step.floor import AttentionLayer, ModelWork, Product
 from executor.models import Decoder, LoadedModel
 from executor.models.decoder import Attention
 from executor.models.layers import VocabParallelEmbedding
-from kernels import PackedLinear
+from kernels.backend import PackedLinear
 from kernels.cpu.products import has_bfloat16
 
 

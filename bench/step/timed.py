@@ -19,7 +19,7 @@ from executor.memory import KVCaches
 from executor.models import Decoder, Model
 from executor.models.decoder import CompiledLayers
 from executor.runner import ModelRunner
-from kernels import Backend
+from kernels.backend import Backend
 from protocol.messages import Step
 
 PACKING, BETWEEN, SAMPLING = "packing", "between kernels", "sampling"

@@ -20,7 +20,7 @@ from executor.models.split import check_size
 from executor.parallel import ALONE, TensorParallel
 from executor.quantization import Quantization, choose_rounding
 from executor.weights import DummyWeights, agreed_ties, load_weights
-from kernels import Backend
+from kernels.backend import Backend
 
 __all__ = [
     "Decoder",

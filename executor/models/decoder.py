@@ -25,7 +25,7 @@ from executor.models.layers import (
     packed_weights,
 )
 from executor.parallel import ALONE, TensorParallel
-from kernels import Backend, PackedLinear
+from kernels.backend import Backend, PackedLinear
 
 # T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
 # V vocabulary, P positions, R rotary size

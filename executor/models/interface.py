@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
 from executor.quantization import Quantization
-from kernels import PackedLinear
+from kernels.backend import PackedLinear
 
 # T tokens of this step, S rows, E hidden size, V vocabulary
 

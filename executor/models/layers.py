@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from executor.models.split import num_kv_heads_of_rank
 from executor.parallel import TensorParallel
 from executor.shards import Shard
-from kernels import Backend, GroupwiseWeight, PackedLinear
+from kernels.backend import Backend, PackedLinear
+from kernels.groupwise import GroupwiseWeight
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from executor.models.config import ModelConfig
 from executor.shards import Shard
 from executor.weights import NamedSource
-from kernels import GroupwiseWeight
+from kernels.groupwise import GroupwiseWeight
 
 LAYERS = "model.layers."  # ours
 

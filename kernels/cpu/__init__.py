@@ -1,7 +1,8 @@
 """The kernels for the CPU: Numba for attention, small operations and quantized products, oneDNN for the others.
 
 The functions take what those of `kernels.backend` take, in float32 or bfloat16, check it, and hand addresses to the
-compiled kernels.
+compiled kernels. The result for a token has the same bits whatever else is in the batch, however its prompt was cut
+into chunks, and for any block size, block table and number of threads.
 """
 
 from kernels.cpu import jit as jit  # before torch

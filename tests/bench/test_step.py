@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import kernels  # before torch
+from kernels import cpu  # before torch
 
 # isort: split
 import msgspec
@@ -26,6 +26,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import Decoder, load_model, read_model_config
 from executor.models.compiled import compile_decoder
 from executor.runner import ModelRunner
+from kernels.backend import Backend
 from protocol.config import Config, ConfigError
 from tests.fakes import runner_driver as driver
 from tests.fakes.checkpoints import make_checkpoint
@@ -103,14 +104,14 @@ def test_a_step_that_no_server_would_do_is_left_out_by_the_setting_that_forbids_
 
 def test_a_timed_backend_has_all_functions_and_returns_what_they_return() -> None:
     weight_NE = torch.randn(32, 16)
-    packed = kernels.cpu.pack_linear(weight_NE)
-    timed = TimedBackend(kernels.cpu, {id(packed): "o_proj"})
-    functions = {name for name in vars(kernels.Backend) if not name.startswith("_")}
+    packed = cpu.pack_linear(weight_NE)
+    timed = TimedBackend(cpu, {id(packed): "o_proj"})
+    functions = {name for name in vars(Backend) if not name.startswith("_")}
     assert functions <= vars(timed).keys()
     assert PART_OF.keys() <= functions
     x_TE = torch.randn(3, 16)
-    assert torch.equal(timed.linear(x_TE, packed), kernels.cpu.linear(x_TE, packed))
-    assert torch.equal(timed.silu_and_mul(x_TE), kernels.cpu.silu_and_mul(x_TE))
+    assert torch.equal(timed.linear(x_TE, packed), cpu.linear(x_TE, packed))
+    assert torch.equal(timed.silu_and_mul(x_TE), cpu.silu_and_mul(x_TE))
     assert [list(call) for call in timed.calls] == [["o_proj"], ["activation"]]
 
 
@@ -118,7 +119,7 @@ def test_a_timed_backend_has_all_functions_and_returns_what_they_return() -> Non
 def test_the_work_of_a_model_is_what_its_layers_hold(tmp_path: Path, architecture: str) -> None:
     make_checkpoint(tmp_path, architecture)
     config = read_model_config(tmp_path)
-    model = load_model(tmp_path, config, torch.float32, max_model_len=64, backend=kernels.cpu, progress=False)
+    model = load_model(tmp_path, config, torch.float32, max_model_len=64, backend=cpu, progress=False)
     work = model_work(model, torch.float32, torch.bfloat16)
     assert len(work.attention) == model.num_layers
     assert work.kv_itemsize == 2
@@ -157,13 +158,13 @@ def test_a_tiny_model_is_timed_and_taken_apart(
 def test_the_same_tokens_come_out_while_a_step_is_taken_apart(tmp_path: Path, is_compiled: bool) -> None:
     make_checkpoint(tmp_path)
     config = read_model_config(tmp_path)
-    given = {"backend": kernels.cpu, "quantization": "int4" if is_compiled else "auto", "progress": False}
+    given = {"backend": cpu, "quantization": "int4" if is_compiled else "auto", "progress": False}
     model = load_model(tmp_path, config, torch.float32, max_model_len=64, **given)
     assert isinstance(model, Decoder)
     layers = model.compiled = compile_decoder(model)
     assert (layers is not None) == is_compiled
     kv_caches = allocate_kv_caches(model.kv_shapes, 4, 16, torch.float32, torch.device("cpu"))
-    runner = ModelRunner(model, kv_caches, kernels.cpu, block_size=16, num_blocks=4)
+    runner = ModelRunner(model, kv_caches, cpu, block_size=16, num_blocks=4)
     prompt = driver.share(0, 0, range(5, 17), [2], init=driver.init(range(5, 17)))
     expected = runner.run(driver.step(1, prompt))
     stopwatch, results_found = Stopwatch(runner, product_names(model)), []

@@ -14,7 +14,8 @@ import transformers
 from executor.dry_run import Machine, Plan, fits, look_at_machine, make_plan, ranks_needed, report, this_machine
 from executor.footprint import native_footprint
 from executor.models import TensorParallel, load_model, read_model_config
-from kernels import ChosenBackend, cpu, reference
+from kernels import cpu, reference
+from kernels.choice import ChosenBackend
 from octavo.convert import link_gguf
 from protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, write

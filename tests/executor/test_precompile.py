@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 
 START = """
 import sys
-import kernels
+import kernels.choice
 from numba.core import event
 from executor.startup import start_executor
 from protocol.config import Config

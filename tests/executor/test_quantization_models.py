@@ -16,7 +16,8 @@ from executor.models.renaming import renamed
 from executor.quantization import round_weight
 from executor.shards import Shard
 from executor.weights import DummyWeights
-from kernels import GroupwiseWeight, reference
+from kernels import reference
+from kernels.groupwise import GroupwiseWeight
 from tests.fakes.borrowed_checkpoints import CASES, load
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.older_checkpoints import make_older

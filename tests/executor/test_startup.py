@@ -8,7 +8,8 @@ from executor.dtypes import choose_kv_dtype
 from executor.models import load_model, read_model_config
 from executor.startup import make_runner, start_executor
 from executor.warm_up import capture_graphs, largest_step, warm_up
-from kernels import choose_backend, reference
+from kernels import reference
+from kernels.choice import choose_backend
 from protocol.config import Config
 from protocol.messages import unpack_ids
 from tests.fakes.checkpoints import make_checkpoint

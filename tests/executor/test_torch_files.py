@@ -15,7 +15,8 @@ from executor.dry_run import make_plan
 from executor.fingerprint import model_fingerprint
 from executor.models import load_model, read_model_config
 from executor.torch_file import TorchFile
-from kernels import ChosenBackend, cpu
+from kernels import cpu
+from kernels.choice import ChosenBackend
 from octavo.checkpoint import require_checkpoint
 from octavo.errors import ModelError
 from protocol.config import Config

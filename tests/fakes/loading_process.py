@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kernels  # before torch: one OpenMP runtime
+from kernels import cpu  # before torch: one OpenMP runtime
 
 # isort: split
 import torch
@@ -22,7 +22,7 @@ def loading_bytes(directory: Path) -> int:
 def _grown_bytes(directory: Path) -> int:
     config = read_model_config(directory)
     before = _anonymous_bytes()
-    model = load_model(directory, config, torch.float32, max_model_len=64, backend=kernels.cpu, progress=False)
+    model = load_model(directory, config, torch.float32, max_model_len=64, backend=cpu, progress=False)
     grown = _anonymous_bytes() - before
     del model
     return grown

@@ -5,7 +5,7 @@ Each CONFIG is a Config as JSON. A life ends when its rank 0 is gone; it must no
 
 import sys
 
-import kernels  # noqa: F401  (before torch: one OpenMP runtime)
+import kernels.choice  # noqa: F401  (before torch: one OpenMP runtime)
 
 # isort: split
 import msgspec

@@ -1,4 +1,4 @@
-import kernels  # before torch: one OpenMP runtime for both
+from kernels import cpu  # before torch: one OpenMP runtime for both
 
 # isort: split
 from collections.abc import Iterator
@@ -11,6 +11,6 @@ import torch
 def two_threads() -> Iterator[None]:
     """Let a test change the number of threads; start it with two, and restore what was."""
     before = torch.get_num_threads()
-    kernels.cpu.set_num_threads(2)
+    cpu.set_num_threads(2)
     yield
-    kernels.cpu.set_num_threads(before)
+    cpu.set_num_threads(before)

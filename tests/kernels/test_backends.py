@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import Backend, choose_backend, reference
+from kernels import reference
+from kernels.backend import Backend
+from kernels.choice import choose_backend
 from kernels.gpu import NO_GPU, Gpu, find_gpu
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton"))

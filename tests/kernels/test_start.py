@@ -16,8 +16,9 @@ from kernels.cpu.jit import cache_directory
 from kernels.cpu.warm_up import warm_up
 
 COMPUTE = """
-import kernels
+import {module}
 import torch
+import kernels.cpu
 x = torch.ones(4096, 32)
 kernels.cpu.set_num_threads(2)
 kernels.cpu.rms_norm(x, torch.ones(32), 1e-5)
@@ -26,7 +27,7 @@ print(len(kernels.cpu.jit.openmp_libraries()))
 """
 
 NORM = """
-import kernels
+import kernels.choice
 import torch
 print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 """
@@ -34,7 +35,7 @@ print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 # The routine is compiled in one life of the process, what calls it in another.
 CALLS_IN_PARALLEL = """
 import sys
-import kernels
+import kernels.choice
 import numba
 import numpy
 from kernels.cpu.jit import kernel, routine
@@ -58,8 +59,9 @@ else:
 """
 
 
-def test_numba_and_torch_share_one_openmp_runtime() -> None:
-    finished = _run(COMPUTE)
+@pytest.mark.parametrize("module", ["kernels.choice", "executor.dry_run", "executor.precompile", "bench.gpu_check"])
+def test_numba_and_torch_share_one_openmp_runtime(module: str) -> None:
+    finished = _run(COMPUTE.format(module=module))
     assert finished.stdout.split() == ["1"]
 
 

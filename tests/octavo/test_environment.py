@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import kernels  # before torch
+from kernels import cpu  # before torch
 
 # isort: split
 import torch
@@ -54,7 +54,7 @@ def test_the_report_names_what_a_bug_depends_on_and_no_secret(
 
 def test_the_report_says_how_bfloat16_weights_are_multiplied(capsys: pytest.CaptureFixture[str]) -> None:
     """In the words of the layer that holds them: oneDNN takes bfloat16 also where it only emulates it."""
-    held = kernels.cpu.pack_linear(torch.zeros(32, 32, dtype=torch.bfloat16)).form.removeprefix("bfloat16 weights, ")
+    held = cpu.pack_linear(torch.zeros(32, 32, dtype=torch.bfloat16)).form.removeprefix("bfloat16 weights, ")
     environment.main()
     said = json.loads(capsys.readouterr().out)["bfloat16 on the CPU"]
     assert said.split(" (")[0] == held.removesuffix(" prepacked")

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import __version__
 from protocol.extras import EXTRAS
+from protocol.version import __version__
 from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -45,8 +45,9 @@ def test_the_package_alone_loads_nothing_heavy() -> None:
 
 def test_what_children_would_find_in_pythonpath(tmp_path: Path) -> None:
     (tmp_path / "scheduler.py").touch()
-    complaint = shadowed_in_children(["protocol", "scheduler"], f"{tmp_path}:{OURS}")
-    assert complaint is not None
-    assert f"{tmp_path / 'scheduler.py'} has the name" in complaint
-    assert shadowed_in_children(["protocol", "scheduler"], f"{OURS}:{tmp_path}") is None
+    for pythonpath in (f"{tmp_path}:{OURS}", f"{OURS}:{tmp_path}"):
+        complaint = shadowed_in_children(["protocol", "scheduler"], pythonpath)
+        assert complaint is not None
+        assert f"{tmp_path / 'scheduler.py'} has the name" in complaint
+    assert shadowed_in_children(["protocol", "scheduler"], str(OURS)) is None
     assert shadowed_in_children(["protocol", "scheduler"], "") is None

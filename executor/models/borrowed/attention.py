@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
-from kernels import Backend
+from kernels.backend import Backend
 
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences
 

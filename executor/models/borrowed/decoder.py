@@ -14,7 +14,8 @@ from executor.memory import KVCaches, KVShape
 from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
 from executor.quantization import round_weight
-from kernels import Backend, GroupwiseWeight, PackedLinear
+from kernels.backend import Backend, PackedLinear
+from kernels.groupwise import GroupwiseWeight
 
 # T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
 

@@ -23,7 +23,8 @@ from executor.models.borrowed.rotary import make_rotary_static
 from executor.progress import tqdm_disable
 from executor.shards import Shard
 from executor.weights import DummyWeights
-from kernels import Backend, reference
+from kernels import reference
+from kernels.backend import Backend
 
 # T tokens, V vocabulary
 

@@ -16,7 +16,7 @@ from executor.models.borrowed.attention import UnsupportedModelError
 from executor.models.borrowed.decoder import is_product, packed_linear
 from executor.quantization.groups import to_device
 from executor.shards import Shard
-from kernels import Backend
+from kernels.backend import Backend
 
 
 class StoredTensor:

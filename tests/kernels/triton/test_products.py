@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import GroupwiseWeight, reference, triton
-from kernels.groupwise import pack_codes
+from kernels import reference, triton
+from kernels.groupwise import GroupwiseWeight, pack_codes
 from kernels.triton import groupwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16

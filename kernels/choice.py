@@ -1,11 +1,7 @@
-"""Functions on tensors: attention over a paged KV cache, its companions, linear layers, the sampler's parts.
+"""Which kernels compute here: `choose_backend` returns the module that has the functions of `kernels.backend`.
 
-`Backend` says what there is; `choose_backend` returns the module that has it: `kernels.cpu`, `kernels.triton`, or
-`kernels.reference`, which is the same in plain torch, slow and obvious. Import this package before torch (see
-`kernels.cpu.jit`).
-
-Promise of `kernels.cpu`: what comes out for a token has the same bits whatever else is in the batch, however its
-prompt was cut into chunks, for any block size, block table and number of threads.
+The modules are `kernels.cpu`, `kernels.triton` and `kernels.reference`: the last is plain torch, slow and obvious.
+A program imports this module before torch (see `kernels.cpu.jit`).
 """
 
 from typing import NamedTuple
@@ -20,11 +16,8 @@ import os
 
 import torch
 
-from kernels.backend import Backend, PackedLinear
+from kernels.backend import Backend
 from kernels.gpu import Gpu, find_gpu
-from kernels.groupwise import GroupwiseWeight
-
-__all__ = ["Backend", "ChosenBackend", "GroupwiseWeight", "PackedLinear", "available_backends", "choose_backend"]
 
 NAMES = ("triton", "cpu", "reference")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

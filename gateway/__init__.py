@@ -1,1 +1,0 @@
-"""HTTP, tokenization, chat templates and streaming: everything that knows text. Never imports torch."""

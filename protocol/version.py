@@ -1,0 +1,3 @@
+"""The version of Octavo, which the wheel and every answer carry."""
+
+__version__ = "0.1.0"
