@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn._types import ASGISendEvent
+from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -60,6 +60,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_head_bytes = 0  # of pieces that brought nothing but a part of a head, or of what is behind a body
         self._deadline: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._answer: RequestResponseCycle | None = None  # under way; `cycle` is of the last request that was read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -69,6 +70,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         super().connection_lost(exc)
+        if self._answer is not None:
+            self._answer.disconnected = not self._answer.response_complete
+            self._answer.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -131,10 +135,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._num_heads += 1
         self._is_in_head = self._has_head_begun = False
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":
-            self.cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has not run it yet
         if self._is_stopping:
             self.cycle.keep_alive = False
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answer = cycle
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has not run it yet
+        super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         self._num_parts += 1

@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager, contextmanager
 import uvicorn
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import EXCEPTION_HANDLERS
 from gateway.metrics import Metrics
+from gateway.request_id import RequestIds
 
 
 def metrics_page(metrics: Metrics) -> Response:
@@ -26,7 +28,9 @@ def create_metrics_app(metrics: Metrics) -> Starlette:
     async def show(request: Request) -> Response:
         return metrics_page(metrics)
 
-    app = Starlette(routes=[Route("/metrics", show)], exception_handlers=EXCEPTION_HANDLERS)
+    app = Starlette(
+        routes=[Route("/metrics", show)], middleware=[Middleware(RequestIds)], exception_handlers=EXCEPTION_HANDLERS
+    )
     app.router.redirect_slashes = False
     return app
 

@@ -1,5 +1,6 @@
 """Each request has an id: its client's own, or a new one. It is in the answer's head and in the log."""
 
+import asyncio
 import logging
 import os
 import re
@@ -8,7 +9,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import STATUS_CLIENT_CLOSED, error_response, internal_error
+from gateway.errors import STATUS_CLIENT_CLOSED, error_response, internal_error, unavailable
 
 HEADER = "X-Request-Id"
 SANE = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces: it goes into a header and a line of the log
@@ -46,6 +47,9 @@ class RequestIds:
 
         try:
             await self.app(scope, receive, sending)
+        except asyncio.CancelledError:  # the server stops, and has waited for this request as long as it may
+            if not status:
+                await error_response(unavailable("the server is stopping"))(scope, receive, sending)
         except Exception:
             if status:  # the rest of the answer cannot come: the server closes the connection
                 logger.error("request %s failed: %s", request_id, _line(scope))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from protocol.messages import Submit
+from protocol.messages import Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, chat, completion, serving
 
@@ -45,6 +45,25 @@ async def test_every_answer_has_the_client_s_id(guarded: Served) -> None:
     for status, responses in answers.items():
         for response in responses:
             assert (response.status_code, response.headers.get_list("x-request-id")) == (status, ["my-id-1"])
+
+
+async def test_answers_that_refuse_for_now_and_preflights_have_the_client_s_id(
+    tiny_model: Path, scheduler: FakeScheduler
+) -> None:
+    origin = "https://app.example"
+    async with serving(tiny_model, scheduler, allowed_origins=(origin,)) as served:
+        named = {"x-request-id": "my-id-2"}
+        preflight = {**named, "origin": origin, "access-control-request-method": "POST"}
+        answers = [await served.http.options(CHAT, headers=preflight)]
+        answers.append(await served.http.options(CHAT, headers={**preflight, "access-control-request-method": "PUT"}))
+        scheduler.rejection = lambda submit: Rejected(submit.request_id, "the queue is full", 1.0)
+        answers += [await served.post(CHAT, chat(stream=stream), **named) for stream in (False, True)]
+        scheduler.can_progress = False
+        while (health := await served.http.get("/health", headers=named)).status_code == 200:
+            await asyncio.sleep(0.01)
+        answers += [health, await served.post(CHAT, chat(), **named)]
+    assert [answer.status_code for answer in answers] == [200, 400, 429, 429, 503, 503]
+    assert all(answer.headers.get_list("x-request-id") == ["my-id-2"] for answer in answers)
 
 
 @pytest.mark.parametrize("given", [b"", b"two words", b"tab\there", "é".encode(), b"x" * 129])

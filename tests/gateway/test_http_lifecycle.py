@@ -90,6 +90,20 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body(served: Served) ->
     assert len(served.scheduler.messages(Submit)) == 1
 
 
+async def test_a_client_that_leaves_with_more_requests_sent_aborts_the_first(served: Served) -> None:
+    """Only the first is answered, and the connection knows the last as well: it is the first that has to end."""
+    host, port = served.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    served.scheduler.paused = True
+    content = msgspec.json.encode(chat(max_tokens=400))
+    asked = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+    writer.write(asked * 3)
+    [submit] = await served.scheduler.wait_for(Submit)
+    writer.close()
+    assert await aborted(served, 1) == {submit.request_id}
+    assert len(served.scheduler.messages(Submit)) == 1
+
+
 async def test_choices_start_together_or_not_at_all(served: Served) -> None:
     served.scheduler.paused = True
 
