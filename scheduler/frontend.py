@@ -24,10 +24,10 @@ from protocol.messages import (
 from protocol.sockets import try_send
 from scheduler.admission import SubmitError, make_prompt, make_sequence
 from scheduler.delivery import Ledger
+from scheduler.finish_rate import FinishRate
 from scheduler.inbox import Inbox
 from scheduler.measures import Measures
 from scheduler.scheduler import Prompt, Scheduler
-from scheduler.stats import FinishRate
 
 MAX_MESSAGES_A_TURN = 64
 MAX_REFUSED_GATEWAYS = 1024

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUNDS_SEQS, STEP_BOUNDS_TOKENS, Histogram
 from protocol.messages import EngineHistograms, SequenceStep
 from scheduler.interface import Update
-from scheduler.stats import StepSize
+from scheduler.predictor import StepSize
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median_low
 
-from scheduler.stats import StepPredictor, StepSize
+from scheduler.predictor import StepPredictor, StepSize
 
 NUM_KEPT_STEPS = 9  # whose median is robust: a first step that compiles, or a machine that is busy for a moment
 LEAST_PROMPT_TOKENS = 8  # fewer tell more of chance than of what a token takes

@@ -16,37 +16,18 @@ import zmq
 from protocol.config import Config
 from protocol.lifeline import Heart
 from protocol.link_keys import server_keys
-from protocol.measures import RecentMaximum
-from protocol.messages import (
-    Displaced,
-    ExecutorReady,
-    FromExecutor,
-    NeedInit,
-    Progress,
-    Ready,
-    Stats,
-    Step,
-    StepFailed,
-    StepResult,
-    decode_from_executor,
-    encode,
-)
-from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address, new_identity, try_send
+from protocol.messages import ExecutorReady, Ready, Stats
+from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address
+from scheduler.backend import Backend
 from scheduler.door import keep_door, report_refused
-from scheduler.executor_link import LONGEST_LOOK_S, Arrival, ExecutorLink, SentStep
+from scheduler.executor_link import LONGEST_LOOK_S
 from scheduler.frontend import Frontend, Service
-from scheduler.inbox import Inbox
-from scheduler.measures import Measures
-from scheduler.pace import Pace
-from scheduler.scheduler import Limits, PlannedStep, Scheduler
-from scheduler.stats import StepMeter, StepPredictor, describe, step_size
+from scheduler.reports import Reports
+from scheduler.scheduler import Limits, Scheduler
 
 logger = logging.getLogger(__name__)
 
-MAX_EXECUTOR_MESSAGES_A_TURN = 256
-STATS_INTERVAL_S = 1.0
-LOG_INTERVAL_S = 10.0
-LAG_WINDOW_S = 10.0
+HOUSEKEEPING_INTERVAL_S = 1.0
 
 
 @contextmanager
@@ -82,7 +63,7 @@ def open_server(
 
 
 class Server:
-    """One scheduler, its gateways and its executor."""
+    """The loop between the gateways and the executor of one scheduler."""
 
     def __init__(
         self,
@@ -94,42 +75,34 @@ class Server:
         max_step_bytes: int,
     ) -> None:
         self.config = config
-        self._max_step_bytes = max_step_bytes
         self.clock = clock
-        self.incarnation = new_identity()
         self.frontend = Frontend(frontend, config, clock)
-        self.backend = backend
-        self.executors = Inbox(backend, decode_from_executor, "an executor", clock)
-        self.link = ExecutorLink(self.incarnation, config.peer_timeout_s, config.hang_timeout_s / 2)
-        self.scheduler: Scheduler | None = None  # until an executor has said what it holds
-        self.described: ExecutorReady | None = None  # what it said
-        self.num_blocks = 0  # of its KV pool
+        self.backend = Backend(backend, config, clock, self._begin, max_step_bytes)
+        self.reports = Reports(clock())
         self._may_plan = False  # something has happened since there was nothing to plan
-        self._is_draining = False  # from NeedInit until no step is in flight
-        self._displaced_executors: set[str] = set()  # that the operator was told of
-        self._num_checked_steps = 0  # steps after which the accounts were last found to agree
-        self._is_lost = False  # an executor was there, and is not now
-        self._stuck_s = 0.0  # for how long nothing was planned although there is work, and an executor for it
-        self._num_seen_steps = 0
-        self._was_idle = True  # there was nothing to do at some time since the last step was planned
-        self._oldest_started_s = 0.0  # when the executor began the oldest step in flight
-        self._predictor = StepPredictor()
-        self._pace = Pace(self._predictor, config.target_step_s)
-        self._log_meter = StepMeter()
-        self._measures = Measures()
-        self._lag_s = RecentMaximum(LAG_WINDOW_S)
-        self._used_bytes = 0  # of its device, by the executor, when it last said
-        self._logged: Stats | None = None
-        self._logged_s = self._stats_sent_s = clock()
         self._is_stopping = False
+        self._kept_house_s = clock()
+        self._num_checked_steps = 0  # steps after which the accounts were last found to agree
+        self._num_seen_steps = 0
+        self._stuck_s = 0.0  # for how long nothing was planned although there is work, and an executor for it
         self._wake_reader, self._wake_writer = wakeup
         self._poller = zmq.Poller()
         for source in (backend, frontend, self._wake_reader):
             self._poller.register(source, zmq.POLLIN)
 
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """None until an executor has said what it holds."""
+        return self.backend.scheduler
+
+    @property
+    def incarnation(self) -> str:
+        """The name of this scheduler's life: a new one with every model."""
+        return self.backend.link.scheduler_incarnation
+
     def run(self, heart: Heart) -> None:
-        """Serve until `stop`. `heart` beats with every turn, of which there is one a second at least, unless no turn
-        gets any work done."""
+        """Serve until `stop`. `heart` beats with every turn, at least once a second, unless nothing is planned although
+        there is work and an executor for it."""
         logger.info(
             "gateways at %s, executors at %s; up to %d sequences and %d tokens a step, %d requests waiting",
             self.config.frontend_address,
@@ -152,276 +125,131 @@ class Server:
         arrived = self._poller.poll(self._patience_ms())
         woken_s = self.clock()
         self._is_stopping = any(source == self._wake_reader for source, _ in arrived)
-        for identity, message in self.executors.take(MAX_EXECUTOR_MESSAGES_A_TURN):
-            self._on_executor_message(identity, message)
+        self._may_plan |= self.backend.receive()
+        self._report_steps()
         self._may_plan |= self.frontend.receive()
         plan_at_s = self._plan_at_s()
         if plan_at_s is not None and plan_at_s <= self.clock():
             self._plan()
         self.frontend.deliver()
-        self._keep_house()
+        if self.clock() - self._kept_house_s >= HOUSEKEEPING_INTERVAL_S:
+            self._keep_house()
         now_s = self.clock()
-        self._lag_s.observe(now_s - woken_s, now_s)  # what arrived meanwhile had to wait for so long
+        self.reports.observe_lag(now_s - woken_s, now_s)  # messages that arrived meanwhile had to wait for so long
 
     def _patience_ms(self) -> int:
-        """Return how long nothing is due, rounded up to what a poll can wait."""
-        due_s = (self._stats_sent_s + STATS_INTERVAL_S, self._plan_at_s(), self.frontend.next_try_s)
+        """Return for how long nothing is due, rounded up to what a poll can wait."""
+        due_s = (self._kept_house_s + HOUSEKEEPING_INTERVAL_S, self._plan_at_s(), self.frontend.next_try_s)
         next_s = min(time_s for time_s in due_s if time_s is not None)
         return max(0, math.ceil(1000 * (next_s - self.clock())))
 
-    # Executors
+    # A turn
 
-    def _on_executor_message(self, identity: bytes, message: FromExecutor) -> None:
-        now_s = self.clock()
-        if isinstance(message, ExecutorReady):
-            self._on_executor_ready(identity, message, now_s)
-            return
-        self.link.hear(message, now_s)
-        if isinstance(message, Progress):
-            if message.executor_incarnation == self.link.incarnation:
-                self._used_bytes = message.used_bytes
-            return
-        if not self.link.is_current(message):
-            return
-        assert self.scheduler is not None, "a step is in flight"
-        match message:
-            case StepResult():
-                self._on_result(message, self.scheduler, now_s)
-            case StepFailed(step_id=step_id, error=error):
-                logger.error("the executor failed in step %d: %s", step_id, error)
-                self.scheduler.reset_executor(self.num_blocks)
-                self.link.retire()
-            case NeedInit():
-                self._on_need_init(message, self.scheduler)
-        self._may_plan = True
-
-    def _on_executor_ready(self, identity: bytes, ready: ExecutorReady, now_s: float) -> None:
-        frames = []
-        match self.link.arrive(identity, ready, now_s):
-            case Arrival.NEWCOMER:
-                frames = [encode(self.link.welcome_newcomer(ready, self._next_step_id()))]
-            case Arrival.JOINED:
-                self._on_executor_joined(ready)
-                self._send_to_executor(self._welcome())
-            case Arrival.PRESENT:
-                frames = [self._welcome(), *self.link.unanswered()]
-            case Arrival.STALE if self.link.is_idle(ready.executor_incarnation, now_s):
-                frames = [encode(self._displaced(ready, now_s))]
-        for frame in frames:
-            try_send(self.backend, [identity, frame])
-        self._may_plan = True
-
-    def _displaced(self, idle: ExecutorReady, now_s: float) -> Displaced:
-        """Return what an executor is told that another one replaced, having told the operator once."""
-        if not self.link.can_progress(now_s):
-            return Displaced(self.incarnation, idle.executor_incarnation, "")
-        by = self.described.process if self.described is not None else ""
-        if idle.executor_incarnation not in self._displaced_executors:
-            self._displaced_executors.add(idle.executor_incarnation)
-            logger.warning(
-                "executor %s (%s) holds memory and gets nothing to do: executor %s (%s) took its place."
-                " A scheduler has one executor: end either, or give it a scheduler of its own",
-                idle.executor_incarnation,
-                idle.process,
-                self.link.incarnation,
-                by,
-            )
-        return Displaced(self.incarnation, idle.executor_incarnation, by)
-
-    def _on_executor_joined(self, described: ExecutorReady) -> None:
-        """Take up work with an executor that has no KV and no state."""
-        self.num_blocks, self._used_bytes = described.num_blocks, 0
-        logger.info(
-            "executor %s (%s): %d blocks of %d tokens, up to %d tokens a sequence",
-            self.link.incarnation,
-            described.process,
-            self.num_blocks,
-            described.block_size,
-            described.max_model_len,
-        )
-        if self.scheduler is None or self.described is None or _model(self.described) != _model(described):
-            self._begin(described)
-        else:
-            self.scheduler.reset_executor(self.num_blocks)
-        self.described = described
-        self._is_draining = False
-
-    def _begin(self, described: ExecutorReady) -> None:
-        """Start from nothing with a model.
-
-        If another one was served, peers see another scheduler: gateways submit again what may go on, and end the rest.
-        """
-        if self.scheduler is not None:
-            logger.warning("the executor holds another model than the one before: requests in flight end")
-            self.incarnation = self.link.scheduler_incarnation = new_identity()
-        limits = Limits(
-            self.num_blocks,
-            described.block_size,
-            described.max_model_len,
-            self.config.max_num_seqs,
-            self.config.max_num_batched_tokens,
-            self.config.max_num_queued_reqs,
-            self.config.enable_prefix_caching,
-        )
-        self.scheduler, self._measures = Scheduler(limits), Measures()
-        self.frontend.offer(Service(self.scheduler, described.vocab_size, self._ready, self._measures))
-        self._logged = self._stats(self.scheduler)
-
-    def _ready(self) -> Ready:
-        """Return what gateways are told. Only when an executor has been there."""
-        assert self.described is not None
-        return Ready(
-            self.incarnation,
-            self.described.model_fingerprint,
-            self.described.vocab_size,
-            self.described.max_model_len,
-            self.described.block_size,
-            self.num_blocks,
-            self.config.max_num_seqs,
-            self.link.can_progress(self.clock()),
-            self.link.num_idle(self.clock()),
-        )
-
-    def _on_result(self, result: StepResult, scheduler: Scheduler, now_s: float) -> None:
-        for step, answered in self.link.complete(result):
-            scheduler.apply(answered)
-            lead_s, self._oldest_started_s = self._oldest_started_s - step.sent_s, now_s
-            self._predictor.observe_step(step.size, answered.busy_s)
-            self._predictor.observe_launch(answered.launch_s)
-            self._pace.observe_step(step.size, answered.busy_s)
-            self._measures.complete(step.size, answered.busy_s)
-            if step.is_ahead:
-                self._predictor.observe_wait(step.size, answered.waited_s, lead_s)
-            self._log_meter.add(step.size, answered.busy_s, answered.waited_s)
-        if self.link.num_in_flight == 0:
-            self._was_idle |= not scheduler.has_work
-            self._finish_draining()
-
-    def _on_need_init(self, need: NeedInit, scheduler: Scheduler) -> None:
-        logger.warning("the executor has no state for %d sequences in step %d", len(need.seq_ids), need.step_id)
-        self.link.cancel_from(need.step_id)
-        scheduler.need_init(need.step_id, need.seq_ids)
-        self._is_draining = True
-        if self.link.num_in_flight == 0:
-            self._finish_draining()
-
-    def _finish_draining(self) -> None:
-        """Tell the executor which step comes next, now that those before it are done or cancelled."""
-        if self._is_draining:
-            self._is_draining = False
-            self._send_to_executor(self._welcome())
-
-    def _next_step_id(self) -> int:
-        return self.scheduler.next_step_id if self.scheduler is not None else 1
-
-    def _welcome(self) -> bytes:
-        return encode(self.link.welcome(self._next_step_id()))
-
-    def _send_to_executor(self, frame: bytes) -> None:
-        if not try_send(self.backend, [self.link.identity, frame]):
-            self.link.mark_unreachable()
-
-    # Planning
+    def _report_steps(self) -> None:
+        for size, result in self.backend.take_done():
+            self.reports.observe_step(size, result)
 
     def _plan_at_s(self) -> float | None:
-        """Return when the next step is to be planned (0: now), None if something must happen before."""
-        if self.scheduler is None or not self._may_plan or not self.scheduler.has_work or self._is_draining:
+        """Return when the next step is to be planned (0: now), or None if something must happen before."""
+        if self.scheduler is None or not self._may_plan or not self.scheduler.has_work:
             return None
-        if self.link.num_in_flight > int(self.config.async_scheduling) or not self.link.can_progress(self.clock()):
-            return None
-        if self.link.oldest is None:
-            return 0.0
-        return self._oldest_started_s + self._predictor.plan_after_s(self.link.oldest.size)
+        return self.backend.plan_at_s()
 
     def _plan(self) -> None:
         """Plan one step, if there is one, and send it."""
         assert self.scheduler is not None
-        assert self.link.incarnation is not None
         started_s = self.clock()
         num_running, block_size = self.scheduler.num_running, self.scheduler.limits.block_size
-        planned = self.scheduler.schedule(self._pace.max_num_prompt_tokens(num_running, block_size))
+        planned = self.scheduler.schedule(self.backend.cadence.max_num_prompt_tokens(num_running, block_size))
         if planned is None:
             self._may_plan = False
             return
-        self._measures.plan(planned.sequences, started_s)
-        step = Step(self.incarnation, self.link.incarnation, planned.step_id, planned.sequences, planned.forget)
-        frame = encode(step)
-        if len(frame) > self._max_step_bytes:
-            self._end_undeliverable(planned, len(frame), self.scheduler)
-            return
-        size = step_size(planned.sequences, follows_idleness=self._was_idle)
-        is_ahead = self.link.oldest is not None
-        if not is_ahead:
-            self._oldest_started_s = started_s
-        self.link.add(SentStep(planned.step_id, frame, size, is_ahead, self.clock()))
-        self._send_to_executor(frame)
-        self._was_idle = False
-        self._predictor.observe_planning(self.clock() - started_s)
+        self.reports.measures.plan(planned.sequences, started_s)
+        self.backend.send(planned, started_s)
 
-    def _end_undeliverable(self, planned: PlannedStep, num_bytes: int, scheduler: Scheduler) -> None:
-        """End the sequences of a step that no message has room for; each gets its error. No later one is planned
-        before those in flight are done, and the executor is told that this one's number is not used."""
-        logger.error("step %d would be a message of %d bytes: its sequences end", planned.step_id, num_bytes)
-        scheduler.need_init(planned.step_id, ())
-        for share in planned.sequences:
-            scheduler.fail(share.seq_id, "what has to be computed at once for this request is too large for a message")
-        self._is_draining = True
-        if self.link.num_in_flight == 0:
-            self._finish_draining()
+    # A model
 
-    # Housekeeping
+    def _begin(self, described: ExecutorReady) -> Scheduler:
+        """Return the scheduler for the model that an executor holds, and offer it to gateways."""
+        self._report_steps()  # of the model before
+        scheduler = Scheduler(
+            Limits(
+                num_blocks=described.num_blocks,
+                block_size=described.block_size,
+                max_model_len=described.max_model_len,
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_num_waiting_seqs=self.config.max_num_queued_reqs,
+                enable_prefix_caching=self.config.enable_prefix_caching,
+            )
+        )
+        self.reports.begin(self._stats(scheduler))
+        service = Service(
+            scheduler=scheduler,
+            vocab_size=described.vocab_size,
+            ready=self._ready,
+            measures=self.reports.measures,
+        )
+        self.frontend.offer(service)
+        return scheduler
+
+    def _ready(self) -> Ready:
+        """Return the answer to a Hello. Only once an executor has been there."""
+        described = self.backend.described
+        assert described is not None
+        return Ready(
+            scheduler_incarnation=self.incarnation,
+            model_fingerprint=described.model_fingerprint,
+            vocab_size=described.vocab_size,
+            max_model_len=described.max_model_len,
+            block_size=described.block_size,
+            num_blocks=described.num_blocks,
+            max_num_seqs=self.config.max_num_seqs,
+            can_progress=self.backend.can_progress(),
+            num_idle_executors=self.backend.num_idle(),
+        )
+
+    def _stats(self, scheduler: Scheduler) -> Stats:
+        return self.reports.stats(
+            scheduler,
+            scheduler_incarnation=self.incarnation,
+            num_executor_restarts=self.backend.num_restarts,
+            device_bytes=self.backend.device_bytes,
+            now_s=self.clock(),
+        )
+
+    # Housekeeping, once a second
 
     def _keep_house(self) -> None:
-        """Once a second: end what dead gateways had, say how things stand; every ten, while busy, log it."""
+        """End what dead gateways had in flight, look at the executor and at this process, and report."""
         now_s = self.clock()
-        interval_s = now_s - self._stats_sent_s
-        if interval_s < STATS_INTERVAL_S:
-            return
-        self._stats_sent_s = now_s
-        self._lag_s.observe(interval_s - STATS_INTERVAL_S, now_s)
-        for identity, num_aborted in self.frontend.drop_dead():
-            level = logging.WARNING if num_aborted else logging.DEBUG  # probes leave without a word as well
-            logger.log(
-                level, "gateway %s is dead: %d sequences aborted", identity.decode(errors="replace"), num_aborted
-            )
-            self._may_plan = True
+        interval_s, self._kept_house_s = now_s - self._kept_house_s, now_s
+        self.reports.observe_lag(interval_s - HOUSEKEEPING_INTERVAL_S, now_s)
+        self._drop_dead_gateways()
         if self.scheduler is None:
             return
-        self._watch_executor(self.scheduler, now_s)
-        self._watch_planning(self.scheduler, min(interval_s, LONGEST_LOOK_S), now_s)
+        self._may_plan |= self.backend.watch(now_s)
+        self._watch_planning(self.scheduler, min(interval_s, LONGEST_LOOK_S))
         self._check_when_idle(self.scheduler)
         stats = self._stats(self.scheduler)
         self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s, is_busy=self.scheduler.has_work)
         self.frontend.broadcast(stats)
-        if now_s - self._logged_s >= LOG_INTERVAL_S:
-            self._log(self.scheduler, now_s)
+        self.reports.log(stats, self.backend.num_blocks, now_s)
 
-    def _watch_executor(self, scheduler: Scheduler, now_s: float) -> None:
-        self.link.watch(now_s)
-        was_lost, self._is_lost = self._is_lost, not self.link.can_progress(now_s)
-        if self._is_lost != was_lost:
-            logger.warning("the executor makes no progress: requests wait" if self._is_lost else "the executor is back")
-        if self.link.stalled_s > self.config.hang_timeout_s:
-            self._give_up(scheduler)
+    def _drop_dead_gateways(self) -> None:
+        for identity, num_aborted in self.frontend.drop_dead():
+            level = logging.WARNING if num_aborted else logging.DEBUG  # a probe also leaves without saying so
+            name = identity.decode(errors="replace")
+            logger.log(level, "gateway %s is dead: %d sequences aborted", name, num_aborted)
+            self._may_plan = True
 
-    def _give_up(self, scheduler: Scheduler) -> None:
-        """Take what is in flight back from an executor that lives and does not get on with it.
+    def _watch_planning(self, scheduler: Scheduler, interval_s: float) -> None:
+        """Measure for how long nothing was planned although a step could be.
 
-        If it is stuck, its parent ends it; if it never got what it was sent, sending that again will not help. So the
-        sequences are planned anew, as after the death of an executor: one that is stuck alone again gets an error.
+        A process that stays stuck stops beating, so that its parent starts another one.
         """
-        logger.error("no step has progressed for %.0f s: what is in flight is planned anew", self.link.stalled_s)
-        scheduler.give_up()
-        self.link.give_up()
-        self._is_draining = False
-        self._send_to_executor(self._welcome())
-        self._may_plan = True
-
-    def _watch_planning(self, scheduler: Scheduler, interval_s: float, now_s: float) -> None:
-        """Measure how long nothing was planned although it could be: then this process has lost its way, and falls
-        silent, so that its parent starts another."""
         num_steps, num_seen_steps = scheduler.counters.num_steps, self._num_seen_steps
-        is_idle = not scheduler.has_work or self.link.num_in_flight > 0 or not self.link.can_progress(now_s)
+        is_idle = not scheduler.has_work or self.backend.link.num_in_flight > 0 or not self.backend.can_progress()
         self._stuck_s = 0.0 if is_idle or num_steps != num_seen_steps else self._stuck_s + interval_s
         self._num_seen_steps = num_steps
 
@@ -431,40 +259,3 @@ class Server:
         if not scheduler.has_work and not scheduler.num_in_flight and num_steps != self._num_checked_steps:
             scheduler.check_integrity()
             self._num_checked_steps = num_steps
-
-    def _log(self, scheduler: Scheduler, now_s: float) -> None:
-        stats, times = self._stats(scheduler), self._log_meter.take()
-        if self._logged is not None and (stats.num_steps > self._logged.num_steps or scheduler.has_work):
-            logger.info("%s", describe(self._logged, stats, times, now_s - self._logged_s, self.num_blocks))
-        self._logged, self._logged_s = stats, now_s
-
-    def _stats(self, scheduler: Scheduler) -> Stats:
-        counters = scheduler.counters
-        return Stats(
-            self.incarnation,
-            scheduler.num_running,
-            scheduler.num_waiting,
-            scheduler.num_used_blocks,
-            counters.num_prompt_tokens,
-            counters.num_generated_tokens,
-            counters.num_prefix_queried_tokens,
-            counters.num_prefix_hit_tokens,
-            counters.num_preemptions,
-            counters.num_steps,
-            scheduler.num_evicted_blocks,
-            max(0, self.link.num_lives - 1),
-            dict(counters.finished),
-            self._measures.read(),
-            self._lag_s.read(self.clock()),
-            self._device_bytes(),
-        )
-
-    def _device_bytes(self) -> dict[str, int]:
-        """Return what the executor last said of its device's memory."""
-        described = self.described.device_bytes if self.described else {}
-        return {**described, "used": self._used_bytes} if self._used_bytes else dict(described)
-
-
-def _model(described: ExecutorReady) -> tuple[str, int, int, int]:
-    """Return what must be the same for work to go on with another executor."""
-    return described.model_fingerprint, described.vocab_size, described.max_model_len, described.block_size

@@ -125,7 +125,7 @@ def test_a_key_of_another_kind_is_not_let_in(peers, scheduler, keys):
     assert gets_nothing(scheduler.config.backend_address, keys["scheduler"])
     assert gets_nothing(scheduler.config.frontend_address, keys["executor"])
     assert generates(gateway, "r")
-    assert scheduler.server.link.num_lives == 1
+    assert scheduler.server.backend.link.num_lives == 1
     assert not gets_nothing(scheduler.config.frontend_address, keys["gateway"], for_ms=30_000)
     assert not gets_nothing(scheduler.config.backend_address, keys["executor"], for_ms=30_000)
 

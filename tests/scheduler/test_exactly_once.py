@@ -172,7 +172,7 @@ def test_bad_links_and_restarted_executors(directory, seed):
             executor = house.start_executor(num_blocks=64 + number)
         house.start_streams(gateway, 3)
         house.finish()
-        assert server.server.link.num_lives == 4
+        assert server.server.backend.link.num_lives == 4
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -221,7 +221,7 @@ def test_bad_links_and_frozen_peers(directory, seed):
         wait_until(lambda: all(stream.is_admitted or stream.ended.is_set() for stream in streams))
         executor.freeze()
         gateway.freeze()
-        link, ledger = server.server.link, server.server.frontend.ledger
+        link, ledger = server.server.backend.link, server.server.frontend.ledger
         wait_until(lambda: len(ledger.gateways) == 1)
         wait_until(lambda: not link.can_progress(server.server.clock()))
         executor.thaw()
@@ -255,9 +255,9 @@ def test_what_an_old_life_says_is_ignored(directory):
         wait_until(lambda: any(stream.token_ids for stream in streams))
         old.freeze()
         new = house.start_executor()
-        wait_until(lambda: server.server.link.incarnation == new.incarnation)
+        wait_until(lambda: server.server.backend.link.incarnation == new.incarnation)
         old.thaw()
         house.start_streams(gateway, 4)
         house.finish()
-        assert server.server.link.incarnation == new.incarnation
-        assert server.server.link.num_lives == 2
+        assert server.server.backend.link.incarnation == new.incarnation
+        assert server.server.backend.link.num_lives == 2

@@ -3,8 +3,8 @@
 import pytest
 
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepResult, Welcome
-from scheduler.executor_link import Arrival, ExecutorLink, SentStep
-from scheduler.stats import StepSize
+from scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
+from scheduler.predictor import StepSize
 
 SIZE = StepSize(1, 1, has_prompt=False)
 
@@ -94,6 +94,45 @@ def test_cancelled_steps_are_not_waited_for(link):
     assert not link.is_current(NeedInit("s1", "e1", 2, [1]))
     assert completed(link, result(1)) == [1]
     assert link.welcome(4).next_step_id == 4
+
+
+def test_a_drain_ends_once_when_the_steps_before_it_are_done(link):
+    put_in_flight(link, 1, 2)
+    link.cancel_from(2)
+    assert link.state(0.0) is LinkState.DRAINING
+    assert link.can_progress(0.0)
+    assert not link.finish_draining()
+    completed(link, result(1))
+    assert [link.finish_draining(), link.finish_draining()] == [True, False]
+    assert link.state(0.0) is LinkState.WORKING
+
+
+@pytest.mark.parametrize("end", [ExecutorLink.give_up, ExecutorLink.retire])
+def test_a_drain_ends_with_the_steps_that_are_given_up(link, end):
+    put_in_flight(link, 1, 2)
+    link.cancel_from(2)
+    end(link)
+    link.arrive(b"two", ready("e2", welcomed_by="s1"), 1.0)
+    assert link.state(1.0) is LinkState.WORKING
+    assert not link.finish_draining()
+
+
+def test_the_state_of_a_link_from_its_first_executor_to_the_end_of_it():
+    link = ExecutorLink("s1", peer_timeout_s=10.0, stall_timeout_s=30.0)
+    assert link.state(0.0) is LinkState.ABSENT
+    link.arrive(b"one", ready(), 0.0)
+    assert link.state(0.0) is LinkState.WORKING
+    assert link.state(10.1) is LinkState.SILENT
+    put_in_flight(link, 1, 2)
+    stall(link, 40, start_s=20)
+    assert link.state(60.0) is LinkState.STALLED
+    link.mark_unreachable()
+    assert link.state(60.0) is LinkState.SILENT
+    link.hear(Progress("e1", 1, 9), 61.0)
+    link.watch(61.0)
+    assert link.state(61.0) is LinkState.WORKING
+    link.retire()
+    assert link.state(61.0) is LinkState.ABSENT
 
 
 def test_steps_have_no_gap(link):

@@ -4,7 +4,7 @@ from protocol.messages import HistogramCounts, SequenceInit, SequenceStep
 from protocol.sampling import Sampling
 from scheduler.interface import Update
 from scheduler.measures import Measures
-from scheduler.stats import StepSize
+from scheduler.predictor import StepSize
 
 INIT = SequenceInit(Sampling(max_tokens=4, seed=1), 1)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler.pace import Pace
-from scheduler.stats import StepPredictor, StepSize, step_size
+from scheduler.predictor import StepPredictor, StepSize, step_size
 from tests.scheduler.test_stats import share
 
 BLOCK_SIZE = 16

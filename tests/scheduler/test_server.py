@@ -88,7 +88,7 @@ def test_many_requests(house, async_scheduling):
         for stream in gateway.streams.values():
             assert_as_expected(stream)
         assert server.scheduler.counters.num_preemptions > 0
-        wait_until(lambda: server.server.link.num_in_flight == 0)
+        wait_until(lambda: server.server.backend.link.num_in_flight == 0)
 
 
 def test_steps_in_flight(house, async_scheduling):
@@ -98,7 +98,7 @@ def test_steps_in_flight(house, async_scheduling):
         stream = gateway.start("r", [1, 2, 3], endless(max_tokens=40))
         most = 0
         while not stream.ended.is_set():
-            most = max(most, server.server.link.num_in_flight)
+            most = max(most, server.server.backend.link.num_in_flight)
         assert most == (2 if async_scheduling else 1)
         assert_as_expected(stream)
 
@@ -361,7 +361,7 @@ def test_a_frozen_executor_goes_on_where_it_was(house):
         executor.freeze()
         wait_until(lambda: not gateway.ready.can_progress)
         num_tokens = len(stream.token_ids)
-        wait_until(lambda: server.server.link.num_in_flight > 0)
+        wait_until(lambda: server.server.backend.link.num_in_flight > 0)
         assert len(stream.token_ids) == num_tokens
         executor.step_s = 0.0
         executor.thaw()
@@ -407,7 +407,7 @@ def test_streams_outlive_an_executor(directory, how):
         server.check_idle()
         first.check()
         second.check()
-        assert server.server.link.num_lives == 2
+        assert server.server.backend.link.num_lives == 2
 
 
 def test_an_executor_whose_place_another_took_is_told_and_both_logs_and_gateways_know(directory, caplog):
@@ -559,11 +559,11 @@ def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):
         wait_until(lambda: len(lines()) >= 2)
         gateway.abort(stream)
         wait_until(lambda: not server.scheduler.has_work)
-        busy_s = server.server._logged_s
-        wait_until(lambda: server.server._logged_s > busy_s)  # the interval in which the last step was
+        busy_s = server.server.reports.logged_s
+        wait_until(lambda: server.server.reports.logged_s > busy_s)  # the interval in which the last step was
         num_lines = len(lines())
-        idle_s = server.server._logged_s
-        wait_until(lambda: server.server._logged_s > idle_s)
+        idle_s = server.server.reports.logged_s
+        wait_until(lambda: server.server.reports.logged_s > idle_s)
         assert len(lines()) == num_lines
         assert "running 1, waiting 0" in lines()[1]
         assert "KV use" in lines()[1]

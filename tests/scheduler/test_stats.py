@@ -3,7 +3,9 @@
 import pytest
 
 from protocol.messages import SequenceStep, Stats, pack_ids
-from scheduler.stats import FinishRate, StepMeter, StepPredictor, StepSize, StepTimes, describe, step_size
+from scheduler.finish_rate import FinishRate
+from scheduler.predictor import StepPredictor, StepSize, step_size
+from scheduler.reports import StepMeter, StepTimes, describe
 
 DECODE = StepSize(8, 8, has_prompt=False)
 PREFILL = StepSize(8, 300, has_prompt=True)
