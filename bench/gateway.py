@@ -25,7 +25,8 @@ from octavo.listening import is_healthy, with_ports
 from octavo.processes import POLL_S, Process, end_processes
 from octavo.resolve import resolve_model
 from octavo.socket_directory import socket_directory
-from protocol.config import Config, child_environ
+from protocol.config import Config
+from protocol.settings.loading import child_environ
 
 SUMMARY = "time the gateway's work for a streamed token"
 TEXT = (

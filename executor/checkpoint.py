@@ -18,7 +18,7 @@ from executor.quantization.packed import PACKED_PARTS, read_packed
 from executor.shards import Shard
 from executor.torch_file import TorchFile
 from kernels.groupwise import GroupwiseWeight
-from protocol.weight_files import weight_files
+from protocol.model_files.weight_files import weight_files
 
 # what old checkpoints store although it is computed
 SKIPPED = ("rotary_emb.inv_freq",)

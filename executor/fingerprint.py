@@ -9,7 +9,7 @@ import torch
 from executor.checkpoint import checkpoint_files
 from executor.models import ModelDescription
 from executor.quantization import choose_rounding
-from protocol.gguf_index import GGUF_INDEX
+from protocol.model_files.gguf_index import GGUF_INDEX
 
 HEADER_LENGTH_BYTES = 8
 

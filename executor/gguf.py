@@ -13,8 +13,8 @@ from executor.quantization.gguf_blocks import GROUP_SIZES, read_blocks
 from executor.quantization.groups import whole_groups
 from executor.shards import Shard
 from kernels.groupwise import GroupwiseWeight
-from protocol.gguf_index import GGUF_FILE, GGUF_INDEX, GGUF_TYPES, GGUFIndex, GGUFTensor
-from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
+from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
+from protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX, GGUF_TYPES, GGUFIndex, GGUFTensor
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from gateway.body_limits import Place
 from gateway.errors import RequestError
 from gateway.openai_types import without_nulls
-from protocol.suggestions import suggestion
+from protocol.settings.suggestions import suggestion
 
 MAX_BODY_BYTES = 64 << 20
 MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by values, not by bytes

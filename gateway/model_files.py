@@ -12,7 +12,7 @@ from gateway.end_of_turn import end_of_turn
 from gateway.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults, said_in_config
 from gateway.tokenizer import Tokenizer
 from protocol.config import Config
-from protocol.model_json import read_bounded
+from protocol.model_files.bounded import read_bounded
 
 logger = logging.getLogger(__name__)
 

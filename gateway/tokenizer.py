@@ -17,7 +17,7 @@ from gateway.detokenizer import Detokenizer
 from gateway.encodings import Steps, finished
 from gateway.least_tokens import LeastTokens
 from gateway.text_cuts import SLICE_CHARACTERS, find_cuts, slices
-from protocol.model_json import LARGEST_LIST_BYTES, read_bounded
+from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
 
 AGAIN = "Download the model again"
 

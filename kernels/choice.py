@@ -9,7 +9,6 @@ from typing import NamedTuple
 from kernels import cpu as cpu  # before torch
 
 # isort: split
-import difflib
 import importlib
 import importlib.util
 import os
@@ -19,7 +18,6 @@ import torch
 from kernels.backend import Backend
 from kernels.gpu import Gpu, find_gpu
 
-NAMES = ("triton", "cpu", "reference")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LEAST_CAPABILITY = (8, 0)  # of the GPUs that the Triton kernels are compiled for; AMD's call themselves 9 and more
 
@@ -50,11 +48,6 @@ def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
     "auto" where there is a GPU that torch cannot use: nobody wants to serve on the CPU beside one by mistake.
     """
     gpu = gpu or find_gpu()
-    if name not in ("auto", *NAMES):
-        raise ValueError(
-            f"attention_backend {name!r} is unknown{_nearest(name) or ';'} Octavo has kernels of its own, on this"
-            f" machine: auto, {', '.join(available_backends(gpu))}"
-        )
     if name == "auto" and gpu.is_broken:
         raise ValueError(
             f"this machine has a GPU, but {_torch()} cannot use it: {gpu.complaint}. Install a driver new enough"
@@ -70,11 +63,6 @@ def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
         )
     backend: Backend = importlib.import_module(f"kernels.{chosen}")
     return ChosenBackend(chosen, backend, available[chosen])
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.5)
-    return f", did you mean {close[0]}?" if close else ""
 
 
 def _why_no_triton(name: str, gpu: Gpu) -> str:

@@ -7,7 +7,8 @@ import sys
 import msgspec
 
 from octavo.resolve import resolve_config_of
-from protocol.config import Config, child_environ
+from protocol.config import Config
+from protocol.settings.loading import child_environ
 
 
 def dry_run(config: Config) -> int:

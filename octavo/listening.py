@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from octavo.errors import LaunchError
-from protocol.config import Config, flag_name
+from protocol.config import Config
+from protocol.settings.flags import flag_name
 from protocol.tcp import bind, netloc, without_brackets
 
 HEALTH_TIMEOUT_S = 2.0

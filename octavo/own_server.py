@@ -15,7 +15,8 @@ from octavo.launcher import ROLES
 from octavo.listening import is_healthy, server_url, with_ports
 from octavo.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 from octavo.settings import HTTP_FIELDS
-from protocol.config import FIELDS, Config, child_environ
+from protocol.config import FIELDS, Config
+from protocol.settings.loading import child_environ
 
 SERVER_GRACE_S = (len(ROLES) + 1) * STOP_GRACE_S  # each of its own processes gets one, in turn
 

@@ -15,9 +15,10 @@ import msgspec
 
 from octavo.errors import LaunchError
 from octavo.shadows import shadowed_in_children
-from protocol.config import Config, child_environ
+from protocol.config import Config
 from protocol.lifeline import LIFELINE_FLAG, Lifeline
 from protocol.process import REFUSED
+from protocol.settings.loading import child_environ
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from octavo.sampling_params import HINTS, HONOURED
-from protocol.config import ConfigError, base_type, explain_value, parse_integer, range_of
+from protocol.config import ConfigError
+from protocol.settings.values import base_type, explain_value, parse_integer, range_of
 
 KINDS = {name: HINTS[name] for name in HONOURED}
 NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # that anybody would come near

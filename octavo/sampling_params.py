@@ -13,7 +13,7 @@ from gateway.body import invalid_field
 from gateway.errors import RequestError
 from gateway.openai_types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
 from gateway.sampling import DEFAULT_MAX_TOKENS
-from protocol.config import nearest
+from protocol.settings.suggestions import suggestion
 
 
 class SamplingRequest(CompletionRequest, kw_only=True):
@@ -60,7 +60,7 @@ class SamplingParams:
     def __init__(self, **fields: Any) -> None:
         for name in fields:
             if name not in NAMES:
-                raise TypeError(f"SamplingParams has no field {name!r}{nearest(name, HONOURED)}")
+                raise TypeError(f"SamplingParams has no field {name!r}{suggestion(name, HONOURED)}")
         object.__setattr__(self, "request", _checked(fields))
         object.__setattr__(self, "_given", dict(fields))
 
@@ -74,11 +74,11 @@ class SamplingParams:
             return DEFAULTS[name]
         if name in NAMES:
             return getattr(self.request, name)
-        raise AttributeError(f"SamplingParams has no field {name!r}{nearest(name, HONOURED)}")
+        raise AttributeError(f"SamplingParams has no field {name!r}{suggestion(name, HONOURED)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in NAMES:
-            raise AttributeError(f"SamplingParams has no field {name!r}{nearest(name, HONOURED)}")
+            raise AttributeError(f"SamplingParams has no field {name!r}{suggestion(name, HONOURED)}")
         given = {**self._given, name: value}
         object.__setattr__(self, "request", _checked(given))
         object.__setattr__(self, "_given", given)

@@ -5,10 +5,12 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from protocol.config import FIELDS, Config, ConfigError, describe, load_config, refuse_foreign_keys
-from protocol.foreign import say_what_has_no_effect
+from protocol.config import FIELDS, Config, ConfigError
 from protocol.process import know_home
-from protocol.suggestions import setting_suggestion
+from protocol.settings.flags import describe
+from protocol.settings.foreign import say_what_has_no_effect
+from protocol.settings.loading import load_config, refuse_foreign_keys
+from protocol.settings.suggestions import setting_suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = (

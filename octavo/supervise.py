@@ -19,7 +19,7 @@ from functools import partial
 
 from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process, kill_processes, start_together
-from protocol.foreign import PREFIX
+from protocol.config import PREFIX
 from protocol.process import REFUSED
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import FIELDS, Config, ConfigError, add_flags, load_config, refuse_foreign_keys
-from protocol.foreign import say_what_has_no_effect
+from protocol.config import FIELDS, Config, ConfigError
 from protocol.lifeline import LIFELINE_FLAG, Heart
-from protocol.suggestions import setting_suggestion
+from protocol.settings.flags import add_flags
+from protocol.settings.foreign import say_what_has_no_effect
+from protocol.settings.loading import load_config, refuse_foreign_keys
+from protocol.settings.suggestions import setting_suggestion
 
 # The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")

@@ -11,9 +11,9 @@ import time
 
 import zmq
 
-from protocol.config import load_config
 from protocol.link_keys import ClientKeys, client_keys
 from protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway, encode
+from protocol.settings.loading import load_config
 from protocol.sockets import connect_dealer, new_identity
 
 TIMEOUT_S = 2.0  # less than what probes are commonly given

@@ -22,7 +22,8 @@ from bench.serve.results import FORMAT, Result, median_figures, read_result, wri
 from bench.serve.table import format_result
 from bench.serve.work import Work
 from octavo.cli import INTERRUPTED
-from protocol.config import ConfigError, load_config
+from protocol.config import ConfigError
+from protocol.settings.loading import load_config
 
 SUMMARY = (
     "Load a running server with streamed requests and show throughput and latency. The exit status is 1 if a request"

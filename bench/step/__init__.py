@@ -10,8 +10,9 @@ import msgspec
 from octavo.commands.flags import EPILOG, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
 from octavo.resolve import resolve_model_of
-from protocol.config import ConfigError, add_flags
+from protocol.config import ConfigError
 from protocol.process import configure_logging
+from protocol.settings.flags import add_flags
 
 SUMMARY = "Time the executor alone, without sockets, over batch and context, against the floor of this machine's CPU."
 # Of the settings, those that an executor on the CPU reads.

@@ -17,7 +17,7 @@ from executor.models.older import Traits, Translated, translate_baichuan, transl
 from executor.models.rotary import Rope, rotary_frequencies, without_effect
 from executor.quantization import Quantization, read_quantization
 from executor.wrong_values import WrongValueError, converted
-from protocol.model_json import read_bounded
+from protocol.model_files.bounded import read_bounded
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.quantization.groups import cut_inputs
 from kernels.groupwise import GroupwiseWeight, concatenate, pack_codes
-from protocol.gguf_index import GGUF_TYPES
+from protocol.model_files.gguf_index import GGUF_TYPES
 
 # N outputs, B blocks of a row, Y bytes of a block, K inputs, G groups of inputs
 

@@ -8,7 +8,7 @@ from executor.quantization.config import Quantization
 from executor.quantization.gguf_blocks import GROUPWISE
 from executor.quantization.packed import longest_group
 from executor.quantization.rounding import rounded_group
-from protocol.gguf_index import GGUF_TYPES
+from protocol.model_files.gguf_index import GGUF_TYPES
 
 # A scale fits float16; its product with a zero point seldom does. What rounding chooses fits, mostly.
 SCALE_BITS, PRODUCT_BITS, ROUNDED_OFFSET_BITS = 16, 32, 16

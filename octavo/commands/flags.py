@@ -8,16 +8,10 @@ from typing import Any
 
 from octavo.demo import DEMO_NAME
 from octavo.settings import HTTP_FIELDS
-from protocol.config import (
-    FIELDS,
-    SEVERAL_VALUES,
-    Config,
-    ConfigError,
-    add_flags,
-    base_type,
-    flag_name,
-    load_config,
-)
+from protocol.config import FIELDS, Config, ConfigError
+from protocol.settings.flags import SEVERAL_VALUES, add_flags, flag_name
+from protocol.settings.loading import load_config
+from protocol.settings.values import base_type
 
 MODEL_HELP = (
     "a directory, a Hugging Face id or a .gguf file; without it, the demo model in 4 bits, which its name,"

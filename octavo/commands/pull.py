@@ -6,8 +6,8 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, add_model, read_config
 from octavo.resolve import resolve_model_of
-from protocol.config import add_flags
 from protocol.process import configure_logging
+from protocol.settings.flags import add_flags
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,12 @@ from octavo.launcher import serve
 from octavo.listening import with_ports
 from octavo.resolve import resolve_model_of
 from octavo.settings import refuse_launcher_fields
-from protocol.config import FIELDS, add_flags, refuse_foreign_keys
-from protocol.foreign import say_what_has_no_effect
+from protocol.config import FIELDS
 from protocol.lifeline import LIFELINE_FLAG
 from protocol.process import configure_logging, inherited_heart
+from protocol.settings.flags import add_flags
+from protocol.settings.foreign import say_what_has_no_effect
+from protocol.settings.loading import refuse_foreign_keys
 
 DRY_RUN_HELP = (
     "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"

@@ -9,9 +9,10 @@ from typing import Any
 from octavo.commands.flags import read_config
 from octavo.processes import STOP_GRACE_S
 from octavo.supervise import supervise
-from protocol.config import FIELDS, add_flags
-from protocol.foreign import say_what_has_no_effect
+from protocol.config import FIELDS
 from protocol.process import configure_logging
+from protocol.settings.flags import add_flags
+from protocol.settings.foreign import say_what_has_no_effect
 
 DESCRIPTION = (
     "Run one of Octavo's processes, and start it again when it ends or hangs. One that says by the status 2 that its"

@@ -12,7 +12,7 @@ from octavo.convert.metadata import GGUFFile
 from octavo.convert.tokenizer import build_tokenizer, end_ids, tokenizer_config
 from octavo.convert.weights import plan_weights, write_safetensors
 from octavo.json_files import write_object
-from protocol.gguf_index import GGUF_FILE, GGUF_INDEX
+from protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from octavo.settings import LAUNCHER_FIELDS
-from protocol.config import FIELDS, Config, load_config
-from protocol.foreign import PREFIX
+from protocol.config import FIELDS, PREFIX, Config
 from protocol.link_keys import client_keys, make_keys, server_keys
+from protocol.settings.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "executor")

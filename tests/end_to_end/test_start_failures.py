@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from protocol.weight_files import INDEX_FILE
+from protocol.model_files.weight_files import INDEX_FILE
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.fake_hub import FakeHub, running
 from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model

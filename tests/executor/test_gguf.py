@@ -22,7 +22,7 @@ from octavo.convert.metadata import GGUFFile
 from octavo.convert.weights import plan_weights
 from octavo.demo import demo_gguf
 from octavo.resolve import resolve_model
-from protocol.gguf_index import GGUF_TYPES
+from protocol.model_files.gguf_index import GGUF_TYPES
 from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near, assert_rounded
 from tests.fakes.tiny_gguf import tiny_model, write_gguf

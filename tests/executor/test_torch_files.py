@@ -20,8 +20,8 @@ from kernels.choice import ChosenBackend
 from octavo.checkpoint import require_checkpoint
 from octavo.errors import ModelError
 from protocol.config import Config
-from protocol.torch_archive import damage
-from protocol.weight_files import BIN_FILE, BIN_INDEX_FILE
+from protocol.model_files.torch_archive import damage
+from protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
 from tests.fakes.paged_decoding import PagedDecoding

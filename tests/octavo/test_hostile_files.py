@@ -14,7 +14,7 @@ from octavo.convert.header import read_header
 from octavo.errors import ModelError
 from octavo.resolve import resolve_model
 from protocol.config import Config
-from protocol.model_json import LARGEST_BYTES, LARGEST_LIST_BYTES
+from protocol.model_files.bounded import LARGEST_BYTES, LARGEST_LIST_BYTES
 from tests.fakes.commands import start
 from tests.fakes.model_directories import write_byte_level_model
 from tests.fakes.raw_gguf import ARCHITECTURE, ARRAY, STRING, UINT8, UINT32, array, gguf_bytes, key, tensor, text

@@ -5,16 +5,10 @@ import argparse
 import msgspec
 import pytest
 
-from protocol.config import (
-    FIELDS,
-    Config,
-    ConfigError,
-    add_flags,
-    child_environ,
-    load_config,
-    nearest,
-    parse_integer,
-)
+from protocol.config import FIELDS, Config, ConfigError
+from protocol.settings.flags import add_flags
+from protocol.settings.loading import child_environ, load_config
+from protocol.settings.values import parse_integer
 
 
 def parse_flags(*arguments: str) -> dict[str, object]:
@@ -161,8 +155,3 @@ def test_integers_with_units(text, value):
 def test_what_is_no_integer(text):
     with pytest.raises(ValueError, match="not"):
         parse_integer(text)
-
-
-def test_nearest():
-    assert nearest("max_model_length", FIELDS) == "; did you mean max_model_len?"
-    assert nearest("zzzz", FIELDS) == ""

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 
-from protocol.config import FIELDS, ConfigError, load_config, refuse_foreign_keys
-from protocol.foreign import say_what_has_no_effect
+from protocol.config import FIELDS, ConfigError
+from protocol.settings.foreign import say_what_has_no_effect
+from protocol.settings.loading import load_config, refuse_foreign_keys
 
 # What Kubernetes sets in every pod of a namespace that has Services octavo, octavo-gateway and octavo-metrics.
 PLATFORM = {

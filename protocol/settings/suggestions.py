@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-from protocol.other_servers import OTHER_NAMES, sentence
+from protocol.settings.other_servers import OTHER_NAMES, sentence
 
-LEAST_LIKENESS = 0.65  # of the whole name
+LEAST_LIKENESS = 0.65  # of the whole name, unless another is asked for
 LEAST_WORD_LIKENESS = 0.58  # of each word that was typed; a beginning, such as "mem" of "memory", is like it too
 
 
@@ -18,16 +18,18 @@ def setting_suggestion(typed: str, known: Iterable[str]) -> str:
     return f"; {said}" if said else suggestion(typed, known)
 
 
-def suggestion(typed: str, known: Iterable[str]) -> str:
+def suggestion(typed: str, known: Iterable[str], *, least_likeness: float = LEAST_LIKENESS) -> str:
     """Return "; did you mean X?" for the one of the names `known` that was meant by `typed`, or nothing.
 
-    Names may be flags (--max-num-seqs), variables (OCTAVO_MAX_NUM_SEQS) or keywords (max_num_seqs).
+    Names may be flags (--max-num-seqs), variables (OCTAVO_MAX_NUM_SEQS), keywords (max_num_seqs) or values.
     """
     name, names = _bare(typed), {_bare(other): other for other in known}
     meant = OTHER_NAMES.get(name, "")
     if meant not in names:
         meant = max(
-            (other for other in names if _means(name, other)), key=lambda other: _likeness(name, other), default=""
+            (other for other in names if _means(name, other, least_likeness)),
+            key=lambda other: _likeness(name, other),
+            default="",
         )
     return f"; did you mean {names[meant]}?" if meant else ""
 
@@ -36,9 +38,9 @@ def _bare(name: str) -> str:
     return name.removeprefix("OCTAVO_").lower().replace("-", "_").strip("_")
 
 
-def _means(typed: str, known: str) -> bool:
+def _means(typed: str, known: str, least_likeness: float) -> bool:
     """Whether all that was typed is like something in `known`: of a word that is not there, nothing can be told."""
-    if len(typed) < 3 or _likeness(typed, known) < LEAST_LIKENESS:
+    if len(typed) < 3 or _likeness(typed, known) < least_likeness:
         return False
     words = known.split("_")
     return all(

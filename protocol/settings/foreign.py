@@ -5,12 +5,13 @@ Another server's have no effect, which whoever moves from there should hear; a k
 to all.
 """
 
-import difflib
 import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-PREFIX = "OCTAVO_"
+from protocol.config import PREFIX
+from protocol.settings.suggestions import suggestion
+
 logger = logging.getLogger(__name__)
 
 # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables: NAME_SERVICE_HOST,
@@ -67,8 +68,8 @@ def _foreign(environ: Mapping[str, str], settings: Collection[str]) -> Iterator[
             ours = f"; {PREFIX}{setting} has" if setting.lower() in settings else ""
             yield f"{name} is a variable of {server} and has no effect here{ours}"
         elif name.startswith("HF_") and name not in HUB_NAMES:
-            for near in difflib.get_close_matches(name, HUB_NAMES, n=1, cutoff=MISSPELT):
-                yield f"{name} is a variable that nobody reads; did you mean {near}?"
+            meant = suggestion(name, HUB_NAMES, least_likeness=MISSPELT)
+            yield from [f"{name} is a variable that nobody reads{meant}"] if meant else []
 
 
 def _server(name: str) -> str | None:

@@ -6,7 +6,7 @@ It is a zip archive whose members are not compressed: data.pkl names the tensors
 import zipfile
 from pathlib import Path
 
-from protocol.model_json import LARGEST_LIST_BYTES
+from protocol.model_files.bounded import LARGEST_LIST_BYTES
 
 ZIP_START = b"PK"
 PICKLE_START = b"\x80"  # with which torch's files of before version 1.6 begin
