@@ -222,6 +222,7 @@ def _sampling(make: Maker) -> Iterator[Case]:
         temperature_R = make.uniform(rows) + 0.5
         yield Case("largest", shape, lambda b: b.largest, (logits_RV,), logits_RV.nbytes, tolerance=EXACT)
         inputs: tuple[Tensor, ...] = (logits_RV, temperature_R)
+        yield _edits(make, logits_RV)
         yield Case("scale_to_probs", shape, lambda b: b.scale_to_probs, inputs, 2 * logits_RV.nbytes, tolerance=SUMMED)
         inputs = (logits_RV, make.integers(vocab, rows))
         yield Case("gather_logprobs", shape, lambda b: b.gather_logprobs, inputs, logits_RV.nbytes, tolerance=SUMMED)
@@ -238,6 +239,24 @@ def _sampling(make: Maker) -> Iterator[Case]:
         seeds_R, positions_R = make.integers(2**62, rows), make.integers(1000, rows)
         inputs = (seeds_R, positions_R)
         yield Case("uniform", f"R={rows}", _uniform, inputs, 24 * rows, tolerance=EXACT)
+
+
+def _edits(make: Maker, logits_RV: Tensor) -> Case:
+    """Return the case in which every row has as many biases as counted tokens, which are those of a long text.
+
+    Nothing is forbidden: beside such logits no error of the others would show.
+    """
+    rows, vocab = logits_RV.shape
+    size = min(vocab // 2, 4_000)
+    first_R1 = torch.arange(0, 2 * rows, 2, device=make.device)[:, None]
+    bounds_R4 = (first_R1 + torch.tensor([0, 0, 1, 2], device=make.device)) * size
+    token_id_N = torch.cat([make.permutation(vocab)[: 2 * size] for _ in range(rows)]).to(torch.int32)
+    count_N = make.integers(5, 2 * size * rows, dtype=torch.float32)
+    penalties_R3 = make.uniform(rows, 3, dtype=torch.float32) + 0.5
+    inputs = (logits_RV, make.permutation(rows), bounds_R4, penalties_R3, token_id_N, count_N)
+    num_bytes = 16 * len(token_id_N)
+    shape = f"R={rows} V={vocab} N={len(token_id_N)}"
+    return Case("edit_logits", shape, lambda b: b.edit_logits, inputs, num_bytes, changed=(0,), tolerance=SUMMED)
 
 
 def _top_20(backend: Backend) -> Callable[..., tuple[Tensor, Tensor]]:

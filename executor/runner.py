@@ -14,6 +14,7 @@ from torch import Tensor
 from executor import sampler
 from executor.columns import make_columns, to_device
 from executor.device import Device, device_of
+from executor.edits import JoinedEdits
 from executor.graphs import DecodeGraphs
 from executor.inputs import StepInputs
 from executor.launched import Launched, PromptSlice, StepOutputs
@@ -58,6 +59,7 @@ class ModelRunner:
         self.device = device or device_of(kv_caches[0][0].device)
         self.graphs: DecodeGraphs | None = None  # of decode steps; without them, each is launched kernel by kernel
         self._states: dict[int, SequenceState] = {}
+        self._edits = JoinedEdits(self.device.upload)
         self._last: Launched | None = None
 
     @property
@@ -173,9 +175,9 @@ class ModelRunner:
         logits_SV = self.model.compute_logits(hidden_TE)
         if self.parallel.rank > 0:
             return self._learn(len(last))
-        columns = make_columns([share.state for share in shares if share.sample], logits_SV.shape[1])
-        on_device = to_device(columns, self.device.upload)
-        sampled = sampler.sample(logits_SV, on_device, self.backend, is_lazy=self.device.is_lazy)
+        states = [share.state for share in shares if share.sample]
+        columns, edits = to_device(make_columns(states), self.device.upload), self._edits.of(states)
+        sampled = sampler.sample(logits_SV, columns, edits, self.backend, is_lazy=self.device.is_lazy)
         if self.parallel.world_size > 1:
             self.parallel.broadcast(sampled.token_ids_S.int())
         return sampled

@@ -4,9 +4,9 @@ The order is vLLM's: log probabilities of the raw distribution; bias, `min_token
 (of the likeliest token); top_k; top_p (of the mass that these left). Then one uniform number picks a token by inverse
 CDF, in the order of token ids. Among equals, the lower token id counts as the likelier.
 
-What the host knows of the rows becomes columns (`executor.columns`), which travel to the device together; from there on
-nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a lazy device only (see
-`executor.device`), with the same bits.
+What the host knows of the rows becomes columns (`executor.columns`) and edits (`executor.edits`), which travel to the
+device; from there on nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a
+lazy device only (see `executor.device`), with the same bits.
 
 Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
 of a thread's share of an elementwise `exp` differently, but softmax and topk work row by row. Logits that are
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.columns import MASKED_LOGIT, Columns, Draws, Penalties
-from kernels.backend import Backend
+from executor.columns import Columns, Draws
+from executor.edits import Edits
+from kernels.backend import MASKED_LOGIT, Backend
 from protocol.messages import Logprobs
 
-# S rows, R some of them, V vocabulary, K likeliest tokens, B blocks of tokens of the vocabulary, N logits
+# S rows, R some of them, V vocabulary, K likeliest tokens
 
 LARGEST_LOGIT = -MASKED_LOGIT
 PURPOSE = 0  # of a random number; for another purpose the numbers of the same positions would be independent of these
@@ -50,7 +51,9 @@ class Sampled(NamedTuple):
     logprobs: TokenLogprobs[Tensor] | None  # of the rows that want them
 
 
-def sample(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend, *, is_lazy: bool) -> Sampled:
+def sample(
+    logits_SV: Tensor, columns: Columns[Tensor], edits: Edits | None, backend: Backend, *, is_lazy: bool
+) -> Sampled:
     """Return the next token of each row, and the log probabilities of those that want them.
 
     `logits_SV` is float32 and is overwritten. Nothing is computed on the host, and nothing waits if `is_lazy`.
@@ -59,9 +62,10 @@ def sample(logits_SV: Tensor, columns: Columns[Tensor], backend: Backend, *, is_
     is_clamped = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
     wanted = columns.wanted
     raw_RV = None if wanted is None else _rows(logits_SV, wanted.row_R)
-    is_edited = _edit(logits_SV, columns)
+    if edits is not None:
+        backend.edit_logits(logits_SV, *edits)
     has_greedy = columns.draws is None or len(columns.draws.row_R) < len(logits_SV)
-    if has_greedy and (is_clamped or is_edited):
+    if has_greedy and (is_clamped or edits is not None):
         _, likeliest_S = backend.largest(logits_SV)
     token_ids_S = _choose(logits_SV, likeliest_S, columns.draws, backend)
     if wanted is None or raw_RV is None:
@@ -112,30 +116,6 @@ def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> 
     clamped_SV = logits_SV.nan_to_num(-LARGEST_LOGIT, LARGEST_LOGIT, -LARGEST_LOGIT)
     torch.where(largest_S.isfinite()[:, None], logits_SV, clamped_SV, out=logits_SV)
     return True
-
-
-def _edit(logits_SV: Tensor, columns: Columns[Tensor]) -> bool:
-    """Apply logit_bias, min_tokens and penalties in place; no two entries of one kind name the same logit.
-
-    Return whether there are any.
-    """
-    bias, mask, penalties = columns.bias, columns.mask, columns.penalties
-    if bias is not None:
-        at_N = bias.row_N, bias.token_id_N
-        logits_SV[at_N] = logits_SV[at_N] + bias.added_N
-    if mask is not None:
-        logits_SV[mask.row_N, mask.token_id_N] = MASKED_LOGIT
-    if penalties is not None:
-        at_N = penalties.row_N, penalties.token_id_N
-        logits_SV[at_N] = _penalize(logits_SV[at_N], penalties)
-    return any(edits is not None for edits in (bias, mask, penalties))
-
-
-def _penalize(logits_N: Tensor, penalties: Penalties[Tensor]) -> Tensor:
-    repetition_N = penalties.repetition_N
-    logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
-    logits_N -= penalties.frequency_N * penalties.count_N
-    return logits_N - penalties.presence_N * (penalties.count_N > 0)
 
 
 def _choose(logits_SV: Tensor, likeliest_S: Tensor, draws: Draws[Tensor] | None, backend: Backend) -> Tensor:

@@ -22,34 +22,44 @@ class TokenCounts:
     def __init__(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
         """Count the output; a prompt's tokens are only known."""
         output_ids, output_counts = np.unique(output_ids, return_counts=True)
-        self._first_ids = np.union1d(prompt_ids, output_ids).astype(np.int64)  # ascending, in the slots 0, 1, ...
+        self._first_ids = np.union1d(prompt_ids, output_ids).astype(np.int32)  # ascending, in the slots 0, 1, ...
         self._later_slots: dict[int, int] = {}
-        self._size = len(self._first_ids)
-        self._ids = np.zeros(self._size + SPARE_SLOTS, np.int64)
-        self._counts = np.zeros(self._size + SPARE_SLOTS, np.float32)
-        self._ids[: self._size] = self._first_ids
+        self.size = len(self._first_ids)
+        self._last_slot = 0
+        self._ids = np.zeros(self.size + SPARE_SLOTS, np.int32)
+        self._counts = np.zeros(self.size + SPARE_SLOTS, np.float32)
+        self._ids[: self.size] = self._first_ids
         self._counts[self._first_ids.searchsorted(output_ids)] = output_counts
 
     def add(self, token_id: int) -> None:
         """Count a token of the output."""
         slot = int(self._first_ids.searchsorted(token_id))
         if slot == len(self._first_ids) or self._first_ids[slot] != token_id:
-            slot = self._later_slots.setdefault(token_id, self._size)
-        if slot == self._size:
+            slot = self._later_slots.setdefault(token_id, self.size)
+        if slot == self.size:
             self._append(token_id)
         self._counts[slot] += 1
+        self._last_slot = slot
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens, int64, and their counts, float32: to be read before the next is added."""
-        return self._ids[: self._size], self._counts[: self._size]
+        """Return the tokens, int32, and their counts, float32, with room for more behind the last of them.
+
+        They are to be read before the next token is added.
+        """
+        return self._ids, self._counts
+
+    def last(self) -> tuple[int, int, float]:
+        """Return the slot of the token that was added last, the token, and its count; before any, slot 0."""
+        slot = self._last_slot
+        return slot, self._ids.item(slot), self._counts.item(slot)
 
     def _append(self, token_id: int) -> None:
-        if self._size == len(self._ids):
-            spare = np.zeros(len(self._ids), np.int64)
+        if self.size == len(self._ids):
+            spare = np.zeros(len(self._ids), np.int32)
             self._ids = np.concatenate([self._ids, spare])
             self._counts = np.concatenate([self._counts, spare.astype(np.float32)])
-        self._ids[self._size] = token_id
-        self._size += 1
+        self._ids[self.size] = token_id
+        self.size += 1
 
 
 @dataclass(slots=True)
@@ -62,8 +72,8 @@ class SequenceState:
     first_token_index: int  # of `token_ids`: what was in the cache before has no share
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
-    bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int64, distinct) and what is added (float32)
-    stop_ids: np.ndarray | None  # int64, ascending: what min_tokens forbids; None: nothing
+    bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int32, distinct) and what is added (float32)
+    stop_ids: np.ndarray | None  # int32, distinct: what min_tokens forbids; None: nothing
     prompt_token_ids: "array[int]"  # empty unless log probabilities of the prompt are wanted
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_pending_tokens: int = 0  # sampled, and known to the device alone
@@ -91,6 +101,16 @@ class SequenceState:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def forbids_stop_ids(self) -> bool:
+        """Return whether min_tokens forbids stop ids for the next token."""
+        return self.stop_ids is not None and self.num_output_tokens < self.sampling.min_tokens
+
+    @property
+    def has_edits(self) -> bool:
+        """Return whether the next token's logits are changed before it is chosen."""
+        return self.counts is not None or self.bias is not None or self.forbids_stop_ids
 
     def needs_pending(self, share: SequenceStep) -> bool:
         """Return whether `share` cannot be computed before the host knows the pending token.
@@ -150,8 +170,8 @@ def _int32(packed: bytes) -> np.ndarray:
 def _bias(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
     # Of a token that is named twice the last bias holds: entries are written in no order.
     added = dict(sampling.logit_bias)
-    return np.array(list(added), np.int64), np.array(list(added.values()), np.float32)
+    return np.array(list(added), np.int32), np.array(list(added.values()), np.float32)
 
 
 def _stop_ids(sampling: Sampling) -> np.ndarray:
-    return np.array(sorted({*sampling.eos_token_ids, *sampling.stop_token_ids}), np.int64)
+    return np.array(sorted({*sampling.eos_token_ids, *sampling.stop_token_ids}), np.int32)

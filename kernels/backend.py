@@ -19,6 +19,8 @@ from torch import Tensor
 
 from kernels.groupwise import GroupwiseWeight
 
+MASKED_LOGIT = -1e30  # of a token that is forbidden: finite after division by the least temperature
+
 
 class PackedLinear(Protocol):
     """A linear layer in the form that its products take: only the backend that made it looks inside."""
@@ -103,6 +105,26 @@ class Backend(Protocol):
 
     def silu_and_mul(self, gate_up_T2I: Tensor) -> Tensor:
         """Return silu(gate) * up as out_TI, where gate is the first half of the last dimension and up the second."""
+
+    def edit_logits(
+        self,
+        logits_SV: Tensor,
+        row_R: Tensor,
+        bounds_R4: Tensor,
+        penalties_R3: Tensor,
+        token_id_N: Tensor,
+        value_N: Tensor,
+    ) -> None:
+        """Change what logits (float32) some rows' entries name, in place; row_R (int64) holds no row twice.
+
+        An entry is a token (int32) and a number (float32). bounds_R4 (int64) says where those of a row lie among the N:
+        from the first bound forbidden tokens, from the second biases, from the third to the fourth counted tokens. Of
+        one kind a row names no token twice. First a bias is added to its logit. Then forbidden logits become
+        MASKED_LOGIT. Then the row's penalties (float32: repetition, frequency, presence) apply to counted tokens: a
+        logit above 0 is divided by the repetition penalty and any other multiplied with it, less the frequency penalty
+        times the count, less the presence penalty if that is above 0. An entry of a token that the vocabulary lacks is
+        skipped. Raises ValueError on other shapes or dtypes; on the CPU IndexError on bounds or rows that lie outside.
+        """
 
     def scale_to_probs(self, logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
         """Return softmax(logits / temperature) as probs_RV, float32; the logits (float32) may be overwritten."""

@@ -3,12 +3,15 @@
 Signatures, shapes and legend are those of `kernels.backend`. All arithmetic is in float32, also that of products.
 """
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels import philox
+from kernels.backend import MASKED_LOGIT
 from kernels.groupwise import GroupwiseWeight
 
 
@@ -111,6 +114,23 @@ def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, un
     return passed_RV.to(torch.int8).argmax(-1)
 
 
+def edit_logits(
+    logits_SV: Tensor, row_R: Tensor, bounds_R4: Tensor, penalties_R3: Tensor, token_id_N: Tensor, value_N: Tensor
+) -> None:
+    for row, bounds, penalties in zip(row_R.tolist(), bounds_R4.tolist(), penalties_R3, strict=True):
+        logits_V = logits_SV[row]
+        (masked, _), (biased, added), (counted, counts) = (
+            _entries(token_id_N[start:end], value_N[start:end], len(logits_V)) for start, end in pairwise(bounds)
+        )
+        repetition, frequency, presence = penalties
+        logits_V[biased] += added
+        logits_V[masked] = MASKED_LOGIT
+        logits = logits_V[counted]
+        logits = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits -= frequency * counts
+        logits_V[counted] = logits - presence * (counts > 0)
+
+
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     return (logits_RV / temperature_R[:, None].float()).softmax(-1)
 
@@ -176,6 +196,12 @@ def linear(x_TE: Tensor, layer: DenseLinear, out_dtype: torch.dtype | None = Non
 
 def embedding(token_ids_T: Tensor, layer: DenseLinear, dtype: torch.dtype) -> Tensor:
     return layer.dequantize()[token_ids_T].to(dtype)
+
+
+def _entries(token_ids: Tensor, values: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Return the entries of tokens that the vocabulary has."""
+    is_inside = (token_ids >= 0) & (token_ids < vocab_size)
+    return token_ids[is_inside].long(), values[is_inside]
 
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import attention, pointwise, sampling
+from kernels.backend import MASKED_LOGIT
+from kernels.cpu import attention, edits, pointwise, sampling
 from kernels.cpu.checks import (
     address_of_heads,
     addresses,
@@ -37,6 +38,7 @@ __all__ = [
     "Program",
     "add_rms_norm",
     "draw",
+    "edit_logits",
     "embedding",
     "gather_logprobs",
     "largest",
@@ -232,6 +234,28 @@ def silu_and_mul(gate_up_T2I: Tensor) -> Tensor:
     else:
         pointwise.silu_and_mul_parallel(kind, memory, size, num_rows, torch.get_num_threads())
     return out_TI
+
+
+def edit_logits(
+    logits_SV: Tensor, row_R: Tensor, bounds_R4: Tensor, penalties_R3: Tensor, token_id_N: Tensor, value_N: Tensor
+) -> None:
+    num_rows, num_entries = len(row_R), len(value_N)
+    for name, tensor, shape, dtype in (
+        ("logits", logits_SV, logits_SV.shape, torch.float32),
+        ("row", row_R, (num_rows,), torch.int64),
+        ("bounds", bounds_R4, (num_rows, 4), torch.int64),
+        ("penalties", penalties_R3, (num_rows, 3), torch.float32),
+        ("token_id", token_id_N, (num_entries,), torch.int32),
+        ("value", value_N, (num_entries,), torch.float32),
+    ):
+        require_shape(name, tensor, shape)
+        if tensor.dtype is not dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, {dtype} is needed")
+    require_inside("row", row_R.contiguous(), 0, len(logits_SV))
+    require_inside("bound", bounds_R4.contiguous().view(-1), 0, num_entries + 1)
+    edit = edits.edit_logits if num_rows == 1 or num_entries < LEAST_PARALLEL_ELEMENTS else edits.edit_logits_parallel
+    given = (tensor.contiguous().numpy() for tensor in (row_R, bounds_R4, penalties_R3, token_id_N, value_N))
+    edit(logits_SV.numpy(), *given, np.float32(MASKED_LOGIT))
 
 
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:

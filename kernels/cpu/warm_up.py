@@ -50,11 +50,24 @@ def _sampling_calls() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "largest", partial(cpu.largest, torch.zeros(1, 16))
     rows = torch.zeros(2, cpu.LEAST_PARALLEL_ELEMENTS // 2)
     yield "largest in parallel", partial(cpu.largest, rows)
+    yield "edit_logits", partial(cpu.edit_logits, *_edits(1, 1))
+    yield "edit_logits in parallel", partial(cpu.edit_logits, *_edits(2, cpu.LEAST_PARALLEL_ELEMENTS))
+    yield "gather_logprobs", partial(cpu.gather_logprobs, torch.zeros(1, 16), nothing)
+    yield "gather_logprobs in parallel", partial(cpu.gather_logprobs, rows, nothing.expand(2))
+    yield "top_k", partial(cpu.top_k, torch.zeros(1, 16), 1)
+    yield "top_k in parallel", partial(cpu.top_k, rows, 1)
     yield "scale_to_probs", partial(cpu.scale_to_probs, torch.zeros(1, 16), half)
     yield "scale_to_probs in parallel", partial(cpu.scale_to_probs, rows.clone(), half.expand(2))
     yield "draw", partial(cpu.draw, torch.ones(1, 16), nothing, half, half, half)
     limits = [column.expand(2) for column in (nothing, half, half, half)]
     yield "draw in parallel", partial(cpu.draw, rows + 1, *limits)
+
+
+def _edits(num_rows: int, num_entries: int) -> tuple[torch.Tensor, ...]:
+    """Return the arguments of `edit_logits` for rows without entries, among so many."""
+    bounds_R4, penalties_R3 = torch.zeros(num_rows, 4, dtype=torch.int64), torch.ones(num_rows, 3)
+    entries = torch.zeros(num_entries, dtype=torch.int32), torch.zeros(num_entries)
+    return torch.zeros(num_rows, 16), torch.arange(num_rows), bounds_R4, penalties_R3, *entries
 
 
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:

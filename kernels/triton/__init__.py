@@ -15,6 +15,7 @@ from kernels.reference import largest, top_k
 from kernels.triton.activations import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.drawing import draw
+from kernels.triton.edits import edit_logits
 from kernels.triton.kv import rotate_and_store_kv, store_kv
 from kernels.triton.norms import add_rms_norm, rms_norm
 from kernels.triton.products import embedding, linear, pack_linear
@@ -23,6 +24,7 @@ from kernels.triton.sampling import gather_logprobs, scale_to_probs, uniform
 __all__ = [
     "add_rms_norm",
     "draw",
+    "edit_logits",
     "embedding",
     "gather_logprobs",
     "largest",

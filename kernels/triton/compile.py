@@ -31,10 +31,10 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton import activations, attention, drawing, groupwise, kv, norms, sampling
+from kernels.triton import activations, attention, drawing, edits, groupwise, kv, norms, sampling
 from kernels.triton.configuration import Configuration
 
-MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing)
+MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing, edits)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 

@@ -11,6 +11,7 @@ import torch
 from executor import sampler
 from executor.columns import make_columns, to_device
 from executor.device import CpuDevice
+from executor.edits import JoinedEdits
 from executor.sequences import SequenceState
 from kernels import cpu
 from kernels import reference as plain
@@ -33,8 +34,8 @@ def random_logits(num_rows, vocab_size, seed=0, scale=3.0):
 
 def sample(logits_SV, sequences, *, is_lazy=False):
     """Return the tokens and log probabilities of the sequences' rows, as a step's results have them."""
-    columns = make_columns(sequences, logits_SV.shape[1])
-    sampled = sampler.sample(logits_SV, to_device(columns, HOST.upload), cpu, is_lazy=is_lazy)
+    columns, edits = make_columns(sequences), JoinedEdits(HOST.upload).of(sequences)
+    sampled = sampler.sample(logits_SV, to_device(columns, HOST.upload), edits, cpu, is_lazy=is_lazy)
     logprobs = [None] * len(sequences)
     if sampled.logprobs is not None:
         wanting = columns.wanted.row_R.tolist()
@@ -52,7 +53,7 @@ def sample_one(logits_V, seq):
 def edit(logits_V, seq):
     """Return the logits with the sequence's bias, mask and penalties applied."""
     edited_SV = logits_V[None].clone()
-    sampler._edit(edited_SV, to_device(make_columns([seq], len(logits_V)), HOST.upload))
+    cpu.edit_logits(edited_SV, *JoinedEdits(HOST.upload).of([seq]))
     return edited_SV[0]
 
 
@@ -64,7 +65,7 @@ def frequencies(logits_V, num_draws=1000, **sampling):
 
 def draw(logits_V, uniforms, **sampling):
     """Return the token that each of the uniform numbers draws."""
-    columns = to_device(make_columns([sequence(**sampling)] * len(uniforms), len(logits_V)), HOST.upload)
+    columns = to_device(make_columns([sequence(**sampling)] * len(uniforms)), HOST.upload)
     uniform_R = torch.tensor(uniforms, dtype=torch.float64)
     return sampler._draw(logits_V.repeat(len(uniforms), 1), columns.draws, uniform_R, cpu).tolist()
 
@@ -386,7 +387,7 @@ def opcodes_of(run):
     return num_opcodes
 
 
-@pytest.mark.parametrize(
+MANY_EDITS = pytest.mark.parametrize(
     "sampling",
     [
         lambda size: {"logit_bias": tuple((token_id, 1.5) for token_id in range(size))},
@@ -395,9 +396,36 @@ def opcodes_of(run):
     ],
     ids=["logit_bias", "min_tokens", "repetition_penalty"],
 )
+
+
+@MANY_EDITS
 def test_a_step_does_no_work_of_python_for_each_of_a_sequences_biases_stop_tokens_and_counts(sampling):
     few, many = ([sequence(**sampling(size)) for _ in range(128)] for size in (2, 1_024))
-    assert opcodes_of(lambda: make_columns(many, 5_000)) == opcodes_of(lambda: make_columns(few, 5_000))
+    for_few, for_many = JoinedEdits(HOST.upload), JoinedEdits(HOST.upload)
+    for _ in range(2):  # the second time they are joined
+        assert opcodes_of(lambda: for_many.of(many)) == opcodes_of(lambda: for_few.of(few))
+    assert opcodes_of(lambda: make_columns(many)) == opcodes_of(lambda: make_columns(few))
+
+
+@MANY_EDITS
+def test_a_step_of_the_same_sequences_brings_the_device_nothing_but_where_edits_lie_and_what_was_sampled(sampling):
+    seqs = [sequence(**sampling(3_000)) for _ in range(128)]
+    num_bytes = []
+
+    def upload(arrays):
+        num_bytes.append(sum(array.nbytes for array in arrays))
+        return HOST.upload(arrays)
+
+    edits = JoinedEdits(upload)
+    edits.of(seqs)
+    assert sum(num_bytes) > 128 * 3_000 * 8
+    for _ in range(40):
+        num_bytes.clear()
+        for seq in seqs:
+            seq.sampled(0)
+            seq.append(4_000 + seq.num_output_tokens)
+        edits.of(seqs)
+        assert sum(num_bytes) <= 128 * (8 + 4 * 8 + 16)
 
 
 def test_counts_are_those_of_the_output_however_many_tokens_come():
@@ -407,7 +435,38 @@ def test_counts_are_those_of_the_output_however_many_tokens_come():
     for token_id in later:
         seq.sampled(0)
         seq.append(token_id)
-    token_ids, counts = seq.counts.arrays()
+    token_ids, counts = (array[: seq.counts.size] for array in seq.counts.arrays())
     expected = dict.fromkeys(prompt, 0) | Counter(output + later)
     assert len(token_ids) == len(expected)
     assert dict(zip(token_ids.tolist(), counts.tolist(), strict=True)) == expected
+
+
+def test_edits_that_stay_joined_are_those_of_sequences_seen_for_the_first_time():
+    """Sequences come, go and change places, count new tokens and old ones, and reach their min_tokens."""
+    random = np.random.default_rng(5)
+    edited = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.4}
+    forbidding = {"min_tokens": 60, "eos_token_ids": (5, 999), "stop_token_ids": (6,)}
+    kinds = [{}, edited, forbidding, {"logit_bias": ((3, 2.0), (5, 1.5))}]
+    kinds.append(kinds[1] | kinds[2] | kinds[3])
+    seqs = [sequence(random.integers(0, 400, 40), max_tokens=400, **kinds[row % len(kinds)]) for row in range(10)]
+    order = list(range(10))
+    joined = JoinedEdits(HOST.upload)
+    for step in range(250):
+        if step % 20 == 0:
+            order = random.permutation(10)[: random.integers(1, 11)].tolist()
+        rows = [seqs[number] for number in order]
+        logits_SV = random_logits(len(rows), 400, seed=step)
+        expected_SV = logits_SV.clone()
+        for logits, edits in ((logits_SV, joined.of(rows)), (expected_SV, JoinedEdits(HOST.upload).of(rows))):
+            if edits is not None:
+                cpu.edit_logits(logits, *edits)
+        assert torch.equal(logits_SV, expected_SV)
+        for seq in rows:
+            seq.sampled(0)
+            seq.append(int(random.integers(0, 400)))
+
+
+def test_rows_without_edits_have_none_and_keep_nothing_of_those_before():
+    joined = JoinedEdits(HOST.upload)
+    assert joined.of([sequence(logit_bias=((3, 2.0),))]) is not None
+    assert joined.of([sequence(), sequence(output=[1, 2], min_tokens=2, eos_token_ids=(5,))]) is None

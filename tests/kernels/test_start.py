@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numba
 import pytest
@@ -93,32 +95,37 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory().parent == Path("/elsewhere")
 
 
-SAMPLING = [name + suffix for name in ("largest", "scale_to_probs", "draw") for suffix in ("", " in parallel")]
+SAMPLERS = ("largest", "edit_logits", "gather_logprobs", "top_k", "scale_to_probs", "draw")
+SAMPLING = [name + suffix for name in SAMPLERS for suffix in ("", " in parallel")]
+
+
+def called_from_python(module: ModuleType) -> dict[str, Any]:
+    """Return a module's kernels by name."""
+    return {
+        name: kernel
+        for name, kernel in vars(module).items()
+        if not name.startswith("_") and getattr(kernel, "__module__", "") == module.__name__
+        if hasattr(kernel, "signatures") and "no_cpython_wrapper" not in kernel.targetoptions
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     plain_names = [name for name, _ in warm_up(dtype, has_panels=False)]
-    assert len(plain_names) == len(set(plain_names)) == 17
+    assert len(plain_names) == len(set(plain_names)) == 23
     names = [name for name, _ in warm_up(dtype, has_panels=True)]
     assert names == [*plain_names, "panel linear", "panel embedding"]
     of_program = [name for name, _ in warm_up(dtype, has_panels=True, has_program=True)]
     assert of_program == [*(operation.name for operation in cpu.OPERATIONS), "program", *SAMPLING, *names[-2:]]
     assert len(program_kernels.run.signatures) == 1
-    kernels = {
-        name: kernel
-        for module in (cpu.pointwise, cpu.attention)
-        for name, kernel in vars(module).items()
-        if not name.startswith("_") and getattr(kernel, "__module__", "") == module.__name__
-        if hasattr(kernel, "signatures") and "no_cpython_wrapper" not in kernel.targetoptions
-    }
+    kernels = called_from_python(cpu.pointwise) | called_from_python(cpu.attention)
     like = numba.typeof(LIKE[dtype])
     compiled = {name for name, kernel in kernels.items() if like in {kind for (kind, *_) in kernel.signatures}}
     assert compiled == kernels.keys() - {"first_outside"}
     assert len(panel_products.linear.signatures) == len(panel_products.embedding.signatures) == 1
     assert len(cpu.pointwise.first_outside.signatures) == 1
-    for kernel in (cpu.sampling.draw, cpu.sampling.draw_parallel, cpu.sampling.softmax, cpu.sampling.softmax_parallel):
-        assert len(kernel.signatures) == 1
+    for name, kernel in (called_from_python(cpu.sampling) | called_from_python(cpu.edits)).items():
+        assert len(kernel.signatures) == 1, name
 
 
 @pytest.mark.parametrize("num_threads", [0, 1_000_000])
