@@ -14,17 +14,17 @@ from starlette.routing import Route
 
 from gateway.auth import Authentication
 from gateway.body_limits import Bodies, BodyTimes
-from gateway.chat import chat_completions
-from gateway.completions import completions
 from gateway.encodings import Encodings
 from gateway.engine import Engine, scheduler_addresses, scheduler_clients
 from gateway.engine_metrics import EngineCollector
-from gateway.errors import EXCEPTION_HANDLERS, error_response, unavailable
+from gateway.errors import EXCEPTION_HANDLERS, error_response
+from gateway.generate import CHAT, COMPLETIONS, route_of
 from gateway.metrics import CountRequests, Metrics, watch_loop
 from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model
 from gateway.origins import Origins
+from gateway.request_error import unavailable
 from gateway.request_id import RequestIds
 from gateway.root_path import RootPath
 from gateway.service import Service
@@ -73,8 +73,8 @@ async def show_metrics(request: Request) -> Response:
 
 
 ROUTES = [
-    Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-    Route("/v1/completions", completions, methods=["POST"]),
+    Route("/v1/chat/completions", route_of(CHAT), methods=["POST"]),
+    Route("/v1/completions", route_of(COMPLETIONS), methods=["POST"]),
     Route("/v1/models", list_models),
     Route("/v1/models/{id:path}", show_model),
     Route("/health", health),

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import RequestError, error_response
+from gateway.errors import error_response
+from gateway.request_error import RequestError
 
 PUBLIC_PATHS = frozenset({"/health", "/live"})
 

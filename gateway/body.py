@@ -11,22 +11,15 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from gateway.body_limits import Place
-from gateway.errors import RequestError
+from gateway.invalid_field import MAX_SHOWN_CHARACTERS, UNKNOWN_FIELD, invalid_field, join, shortened
 from gateway.openai_types import without_nulls
-from protocol.settings.suggestions import suggestion
+from gateway.request_error import RequestError
 
 MAX_BODY_BYTES = 64 << 20
 MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by values, not by bytes
 MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse holds it longer
-MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
-
-# msgspec's words for a value of the right type that is beyond its bounds, too long or malformed.
-OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]=? .*|of length .*|matching .*|that's .*)", re.DOTALL)
 
 JSON_TYPE = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
-UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-
-JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
@@ -135,62 +128,6 @@ def _too_slow(complaint: str) -> RequestError:
     return RequestError(f"the body {complaint}: send it again", status=408, code="request_timeout", headers=headers)
 
 
-def invalid_field(complaint: str, kind: Any) -> RequestError:
-    """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
-    reason, _, path = complaint.partition(" - at ")
-    param = _shortened(re.sub(r"^.*?\$\.?", "", path.strip("`")))
-    if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):
-        name = _join(param, missing[1])
-        return RequestError(f"{name} is required", param=name, code="missing_required_parameter")
-    if unknown := UNKNOWN_FIELD.fullmatch(reason):
-        name = _join(param, _shortened(unknown[1]))
-        known = _names_at(kind, param)
-        return RequestError(
-            f"{name!r} is not a field here{suggestion(_shortened(unknown[1]), known)}",
-            param=name,
-            code="unknown_parameter",
-        )
-    if value := re.fullmatch(r"Invalid (?:enum )?value (.*)", reason, re.DOTALL):
-        return RequestError(f"{param} cannot be {_shortened(value[1])}", param=param, code="unsupported_value")
-    code = "invalid_value" if OUT_OF_RANGE.fullmatch(reason) else "invalid_type"
-    words = re.sub(r"`([^`]*)`", lambda match: _in_json_words(match[1]), reason)
-    subject = param or "the body"
-    return RequestError(f"{subject}: {words[0].lower()}{words[1:]}", param=param or None, code=code)
-
-
-def _names_at(kind: Any, path: str) -> list[str]:
-    """Return the names of the fields at `path` in a Struct, such as "messages[0].content[0]"."""
-    found = _struct_in(msgspec.inspect.type_info(kind))
-    for name in filter(None, re.sub(r"\[[^\]]*\]", "", path).split(".")):
-        field = next((field for field in found.fields if field.name == name), None) if found else None
-        found = _struct_in(field.type) if field else None
-    return [field.name for field in found.fields] if found else []
-
-
-def _struct_in(kind: msgspec.inspect.Type) -> msgspec.inspect.StructType | None:
-    match kind:
-        case msgspec.inspect.StructType():
-            return kind
-        case msgspec.inspect.ListType():
-            return _struct_in(kind.item_type)
-        case msgspec.inspect.UnionType():
-            return next(filter(None, map(_struct_in, kind.types)), None)
-        case _:
-            return None
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN_CHARACTERS else text[:MAX_SHOWN_CHARACTERS] + "..."
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _in_json_words(types: str) -> str:
-    return " or ".join(JSON_NAMES.get(name, name) for name in types.split(" | "))
-
-
 def _malformed(body: bytes, complaint: str) -> RequestError:
     if not body.strip():
         return RequestError("the body is empty: it must be a JSON object", code="invalid_json")
@@ -201,7 +138,7 @@ def _malformed(body: bytes, complaint: str) -> RequestError:
     except UnicodeDecodeError as error:
         return RequestError(f"the body must be JSON in UTF-8: byte {error.start} is neither", code="invalid_json")
     try:
-        param = _shortened(_find_not_finite(json.loads(text), ""))
+        param = shortened(_find_not_finite(json.loads(text), ""))
     except json.JSONDecodeError as error:
         return RequestError(_explain(text, error), code="invalid_json")
     except ValueError as error:
@@ -227,7 +164,7 @@ def _find_not_finite(value: Any, path: str) -> str:
     if isinstance(value, float):
         return "" if math.isfinite(value) else path or "the body"
     if isinstance(value, dict):
-        return next((p for key, item in value.items() if (p := _find_not_finite(item, _join(path, key)))), "")
+        return next((p for key, item in value.items() if (p := _find_not_finite(item, join(path, key)))), "")
     if isinstance(value, list):
         return next((p for i, item in enumerate(value) if (p := _find_not_finite(item, f"{path}[{i}]"))), "")
     return ""

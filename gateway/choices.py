@@ -1,21 +1,36 @@
 """The generations of one HTTP request: started together or not at all, read as one stream, ended together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple, Protocol
 
-from gateway.delta import Delta, Whole
-from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Prompt, Refused, Unavailable
-from gateway.errors import RequestError, overloaded, unavailable
-from gateway.metrics import Arrival, Metrics, Observation
-from gateway.openai_responses import PromptTokensDetails, Usage
-from gateway.openai_types import CommonRequest, stop_strings
-from gateway.sampling import for_choice
-from protocol.messages import excess_of_prompt_logprobs
-from protocol.sampling import Sampling
+from gateway.delta import Delta
+from gateway.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from gateway.events import Answer, Event, NewSplitter, PlainText
+from gateway.request_error import RequestError, overloaded, unavailable
+
+
+class Observer(Protocol):
+    """Counts one generation for the metrics."""
+
+    def see(self, delta: Delta) -> None: ...
+    def end(self, reason: str) -> None: ...
+
+
+# Called once all that may run together are admitted: the requests and n to an observer for each.
+Observe = Callable[[Sequence[GenerationRequest], int], Sequence[Observer]]
+
+
+class TokenCounts(NamedTuple):
+    """What a request used: the prompt of n choices counts once, and so does what the first found in the cache."""
+
+    prompt: int
+    cached: int  # of the prompt
+    completion: int
 
 
 class Choices:
-    """What `start` returns: as many choices are admitted as may run at once. Iterating gives (choice, Delta), as they
+    """What `start` returns: as many choices are admitted as may run at once. Iterating gives events as they
     come, and starts one of the others whenever a choice has ended.
 
     Iterating raises RequestError if one of them fails; `close`, idempotent, aborts what still runs.
@@ -26,15 +41,16 @@ class Choices:
         engine: Engine,
         generations: Sequence[Generation],
         requests: Sequence[GenerationRequest],
-        observations: Sequence[Observation],
+        observers: Sequence[Observer],
         n: int,
+        new_splitter: NewSplitter,
     ) -> None:
         self._engine = engine
         self._requests = requests
         self._generations = dict(enumerate(generations))  # by choice; a choice that waits has none
         self._is_closed = False
-        self._observations = observations
-        # The prompt of n choices counts once, and so does what the first of them found in the cache.
+        self._observers = observers
+        self._splitters = [new_splitter() for _ in requests]
         self._counted = range(0, len(requests), n)
         self._num_prompt_tokens = sum(len(requests[index].prompt.token_ids) for index in self._counted)
         self._num_cached_tokens = 0
@@ -42,11 +58,17 @@ class Choices:
 
     @classmethod
     async def start(
-        cls, engine: Engine, requests: Sequence[GenerationRequest], *, n: int, metrics: Metrics, arrived_s: float
+        cls,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        *,
+        n: int,
+        observe: Observe,
+        new_splitter: NewSplitter = PlainText,
     ) -> "Choices":
         """Return the choices of `requests`, n a prompt, once as many choices as may run together are admitted.
 
-        `arrived_s` is a `perf_counter`. Raises RequestError if one is not (429, 503 or 400): then none is left running.
+        Raises RequestError if one is not (429, 503 or 400): then none is left running.
         """
         try:
             generations = await _start_all(engine, requests[: _num_places(engine)])
@@ -56,24 +78,15 @@ class Choices:
             raise unavailable(error.reason) from None
         except Refused as error:
             raise RequestError(error.reason, code="refused") from None
-        for _ in range(0, len(requests), n):
-            metrics.params_n.observe(n)
-        arrival = Arrival(metrics, arrived_s)
-        observations = [
-            Observation(metrics, arrival, len(request.prompt.token_ids), request.sampling.max_tokens)
-            for request in requests
-        ]
-        return cls(engine, generations, requests, observations, n)
+        return cls(engine, generations, requests, observe(requests, n), n, new_splitter)
 
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+    async def __aiter__(self) -> AsyncIterator[Event]:
         if len(self._requests) == 1:
             async for delta in self._generations[0]:
-                self._count(0, delta)
-                yield 0, delta
+                yield self._event(0, delta)
             return
         async for index, delta in self._merged():
-            self._count(index, delta)
-            yield index, delta
+            yield self._event(index, delta)
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         pending = {asyncio.ensure_future(anext(each)): index for index, each in self._generations.items()}
@@ -105,70 +118,35 @@ class Choices:
             raise asyncio.CancelledError
         return await anext(generation)
 
-    def _count(self, index: int, delta: Delta) -> None:
-        """Take what a choice gives into account. Raises RequestError if it failed."""
-        self._observations[index].see(delta)
+    def _event(self, index: int, delta: Delta) -> Event:
+        """Count what a choice gives, and return it in parts. Raises RequestError if it failed."""
+        self._observers[index].see(delta)
         self._num_completion_tokens += len(delta.token_ids)
-        if delta.finish_reason is None:
-            return
-        if index in self._counted:
-            self._num_cached_tokens += delta.num_cached_tokens
-        if delta.finish_reason in ("error", "abort"):
-            message = delta.error or "the generation was ended by the server"
-            raise RequestError(message, status=500, code="generation_failed")
+        if delta.finish_reason is not None:
+            if index in self._counted:
+                self._num_cached_tokens += delta.num_cached_tokens
+            if delta.finish_reason in ("error", "abort"):
+                message = delta.error or "the generation was ended by the server"
+                raise RequestError(message, status=500, code="generation_failed")
+        return Event(index, self._splitters[index].split(delta), delta)
 
-    async def collect(self) -> list[Whole]:
+    async def collect(self) -> list[Answer]:
         """Return all choices, complete."""
-        wholes = [Whole() for _ in self._requests]
-        async for index, delta in self:
-            wholes[index].add(delta)
-        return wholes
+        answers = [Answer() for _ in self._requests]
+        async for event in self:
+            answers[event.choice].add(event)
+        return answers
 
-    def usage(self) -> Usage:
+    def counts(self) -> TokenCounts:
         """Return what was used, once every choice has ended."""
-        num_tokens = self._num_prompt_tokens + self._num_completion_tokens
-        details = PromptTokensDetails(self._num_cached_tokens)
-        return Usage(self._num_prompt_tokens, self._num_completion_tokens, num_tokens, details)
+        return TokenCounts(self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens)
 
     def close(self) -> None:
         self._is_closed = True
         for generation in self._generations.values():
             generation.close()
-        for observation in self._observations:
-            observation.end("abort")
-
-
-def generation_requests(
-    body: CommonRequest,
-    response_id: str,
-    tenant: str,
-    prompts: Sequence[list[int]],
-    samplings: Sequence[Sampling],
-) -> list[GenerationRequest]:
-    """Return what to start for the choices of a request, n a prompt, in the order of their indexes.
-
-    Raises RequestError for log probabilities of a prompt that are too much for one answer.
-    """
-    for token_ids, sampling in zip(prompts, samplings, strict=True):
-        if excess := excess_of_prompt_logprobs(len(token_ids), sampling.num_prompt_logprobs):
-            raise RequestError(excess, param="logprobs", code="invalid_value")
-    n = body.n or 1
-    shared = [Prompt.of(f"{response_id}-{index}", token_ids) for index, token_ids in enumerate(prompts)]
-    return [
-        GenerationRequest(
-            request_id=f"{response_id}-{index * n + choice}",
-            prompt=prompt,
-            sampling=for_choice(sampling, choice),
-            stop=stop_strings(body),
-            include_stop_str_in_output=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            tenant=tenant,
-            cache_salt=body.cache_salt or "",
-            body_id=response_id,
-        )
-        for index, (prompt, sampling) in enumerate(zip(shared, samplings, strict=True))
-        for choice in range(n)
-    ]
+        for observer in self._observers:
+            observer.end("abort")
 
 
 async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generation]:

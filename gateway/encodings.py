@@ -6,7 +6,7 @@ from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from gateway.errors import overloaded
+from gateway.request_error import overloaded
 
 Result = TypeVar("Result")
 # Work on a prompt: between its slices it can be left. It returns the tokens.

@@ -1,4 +1,4 @@
-"""One error envelope, always: `{"error": {"message", "type", "param", "code"}}`."""
+"""How errors are answered: one envelope, always, `{"error": {"message", "type", "param", "code"}}`."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+
+from gateway.request_error import RequestError
 
 STATUS_CLIENT_CLOSED = 499  # nobody reads it; it is for metrics
 
@@ -22,30 +24,6 @@ TYPES = {
 _encode = msgspec.json.Encoder().encode
 
 
-class RequestError(Exception):
-    """A request that is answered with an error: the status, and what the envelope says.
-
-    `param` is the path of the field that is wrong ("messages[0].content"), `code` a word for programs.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        status: int = 400,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
-
-
-def unsupported(param: str, what: str | None = None) -> RequestError:
-    """Return the error for a field, or a value of it, that is known but not implemented."""
-    return RequestError(f"{what or param} is not supported", param=param, code="unsupported_parameter")
-
-
 def envelope(error: RequestError) -> dict[str, Any]:
     kind = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
@@ -58,16 +36,6 @@ def error_body(error: RequestError) -> bytes:
 
 def error_response(error: RequestError) -> Response:
     return Response(error_body(error), error.status, error.headers, media_type="application/json")
-
-
-def overloaded(reason: str, retry_after_s: float) -> RequestError:
-    """Return the 429 that asks the client to come back after `retry_after_s`."""
-    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
-    return RequestError(reason, status=429, code="overloaded", headers=headers)
-
-
-def unavailable(reason: str) -> RequestError:
-    return RequestError(reason, status=503, code="service_unavailable", headers={"Retry-After": "1"})
 
 
 async def on_request_error(request: Request, error: Exception) -> Response:

@@ -8,7 +8,8 @@ from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.errors import RequestError, error_body
+from gateway.errors import error_body
+from gateway.request_error import RequestError
 from gateway.request_id import new_request_id
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, and what stands behind a chunked body; a piece may bring more

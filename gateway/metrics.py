@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.engine import Delta
+from gateway.engine import Delta, GenerationRequest
 from gateway.errors import STATUS_CLIENT_CLOSED
 from gateway.exposition import PREFIX, add_histogram
 from protocol.measures import (
@@ -157,6 +157,17 @@ class Observation:
         metrics.e2e_s.observe(self._clock() - self._arrival.at_s)
         if self._num_tokens > 1:
             metrics.per_output_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+
+
+def observers(metrics: Metrics, arrived_s: float, requests: Sequence[GenerationRequest], n: int) -> list[Observation]:
+    """Count a body with `n` choices a prompt, and return what counts each of them. `arrived_s` is a `perf_counter`."""
+    for _ in range(0, len(requests), n):
+        metrics.params_n.observe(n)
+    arrival = Arrival(metrics, arrived_s)
+    return [
+        Observation(metrics, arrival, len(request.prompt.token_ids), request.sampling.max_tokens)
+        for request in requests
+    ]
 
 
 async def watch_loop(lag_s: RecentMaximum, clock: Callable[[], float] = time.monotonic) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.errors import RequestError, unsupported
+from gateway.request_error import RequestError, unsupported
 
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20
@@ -160,6 +160,8 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatRequest(CommonRequest, kw_only=True):
+    """A body of `/v1/chat/completions`."""
+
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -186,9 +188,13 @@ class ChatRequest(CommonRequest, kw_only=True):
     documents: UnsupportedList = None
     mm_processor_kwargs: UnsupportedObject = None
 
+    def forget_prompt(self) -> None:
+        """Let go of what can be long, once its tokens stand for it."""
+        self.messages = []
+
 
 class CompletionRequest(CommonRequest, kw_only=True):
-    prompt: Any  # a string, strings, token ids or lists of these: see gateway/completions.py
+    prompt: Any  # a string, strings, token ids or lists of these: see gateway/openai_completions.py
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
@@ -196,6 +202,10 @@ class CompletionRequest(CommonRequest, kw_only=True):
     best_of: Annotated[Any, OnlyNeutral(1)] = None
     suffix: Annotated[Any, OnlyNeutral("")] = None
     prompt_embeds: Unsupported = None
+
+    def forget_prompt(self) -> None:
+        """Let go of what can be long, once its tokens stand for it."""
+        self.prompt = None
 
 
 chat_decoder = msgspec.json.Decoder(ChatRequest)

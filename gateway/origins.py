@@ -13,7 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.errors import RequestError, error_response
+from gateway.errors import error_response
+from gateway.request_error import RequestError
 from gateway.request_id import HEADER
 from protocol.config import ORIGIN_PATTERN
 

@@ -12,11 +12,11 @@ from starlette.responses import Response
 from gateway.body_limits import Bodies
 from gateway.encodings import Encodings
 from gateway.engine import Engine
-from gateway.errors import STATUS_CLIENT_CLOSED, RequestError, unavailable
+from gateway.errors import STATUS_CLIENT_CLOSED
 from gateway.metrics import Metrics
+from gateway.model import Model
 from gateway.model_files import ModelFiles
-from gateway.openai_types import CommonRequest
-from gateway.sampling import unsigned_seed
+from gateway.request_error import RequestError, unavailable
 from gateway.sse import wait_for_disconnect
 from protocol.messages import Ready
 
@@ -48,9 +48,9 @@ class Service:
             raise unavailable("no scheduler answers, or its model is still loading")
         return ready
 
-    def seed(self, request: CommonRequest) -> int:
-        """Return the 64-bit seed of `request`, drawn if it has none."""
-        return self.seeds.getrandbits(64) if request.seed is None else unsigned_seed(request.seed)
+    def model(self, ready: Ready) -> Model:
+        """Return the model as requests see it."""
+        return Model(self.files, ready, lambda: self.seeds.getrandbits(64))
 
 
 def new_response_id(prefix: str) -> str:

@@ -1,8 +1,9 @@
-"""From what a caller hands to the Python API to what the engine takes: checked, encoded, resolved. No event loop."""
+"""The door of the Python API: what a caller hands over becomes what is asked, and that is prepared. No event loop."""
 
 import itertools
 import operator
 import random
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,25 +11,20 @@ from typing import Any, SupportsIndex, TypedDict, cast
 
 import msgspec
 
-from gateway.body import invalid_field
-from gateway.chat import check_chat, render_chat
-from gateway.choices import generation_requests
+from gateway.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
+from gateway.encodings import finished
 from gateway.engine import GenerationRequest
-from gateway.errors import RequestError
+from gateway.invalid_field import invalid_field
+from gateway.model import Model
 from gateway.model_files import ModelFiles
+from gateway.openai_answers import asked_sampling
+from gateway.openai_chat import chat_prompt, check_chat
+from gateway.openai_completions import DEFAULT_MAX_TOKENS
 from gateway.openai_types import ChatRequest, without_nulls
-from gateway.sampling import (
-    DEFAULT_MAX_TOKENS,
-    check_token_ids,
-    resolve_max_tokens,
-    sampling_params,
-    too_many_tokens,
-    unsigned_seed,
-)
-from gateway.tokenizer import TooManyTokens
+from gateway.prepare import prepare
+from gateway.request_error import RequestError
 from octavo.sampling_params import SamplingParams
 from protocol.messages import Ready
-from protocol.sampling import Sampling
 
 
 class TextPrompt(TypedDict):
@@ -54,18 +50,19 @@ class PreparedRequest:
 
 
 class Preparation:
-    """What is the same for all requests to one model. Several threads may use it at once."""
+    """The door of the Python API: what callers hand over becomes what is asked. Several threads may use it at once."""
 
     def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
-        self._files, self._ready = files, ready
-        self._seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._model = Model(files, ready, lambda: seeds.getrandbits(64))
         self._numbers = itertools.count()
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
         """Return what to generate for a prompt. Raises ValueError or TypeError that says what is wrong with it."""
-        with _as_value_error():
-            text, token_ids = self._encode(prompt)
-            return self._request(text, token_ids, params, request_id)
+        given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            return self._request(PromptText(given), params, request_id, FieldNames())
+        return self._request(PromptTokens(_token_ids(given)), params, request_id, FieldNames(prompt="prompt_token_ids"))
 
     def of_chat(
         self,
@@ -85,66 +82,38 @@ class Preparation:
             "chat_template_kwargs": chat_template_kwargs,
         }
         with _as_value_error():
-            body = _chat_request(fields)
-            chat = render_chat(self._files.chat_template, body, self._ready.max_model_len)
-            with self._as_too_long("messages"):
-                token_ids = self._files.tokenizer.encode_chat_now(chat, max_tokens=self._ready.max_model_len)
-            return self._request(chat.shown, token_ids, params, request_id)
+            prompt = chat_prompt(_chat_request(fields))
+        return self._request(prompt, params, request_id, FieldNames(prompt="messages"))
 
     def default_sampling_params(self) -> SamplingParams:
         """Return what the model's files say of sampling."""
-        said = msgspec.structs.asdict(self._files.sampling_defaults)
+        said = msgspec.structs.asdict(self._model.files.sampling_defaults)
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """Return the text and the ids of a prompt of any form."""
-        given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
-        if isinstance(given, str):
-            with self._as_too_long("prompt"):
-                return given, self._files.tokenizer.encode_now(given, max_tokens=self._ready.max_model_len)
-        token_ids = _token_ids(given)
-        check_token_ids(token_ids, self._ready.vocab_size, "prompt_token_ids")
-        return None, token_ids
-
-    @contextmanager
-    def _as_too_long(self, prompt_is: str) -> Iterator[None]:
-        try:
-            yield
-        except TooManyTokens as error:
-            raise too_many_tokens(error.at_least, self._ready.max_model_len, prompt_is) from None
-
     def _request(
-        self, text: str | None, token_ids: list[int], params: SamplingParams, request_id: str | None
+        self, prompt: AskedPrompt, params: SamplingParams, request_id: str | None, names: FieldNames
     ) -> PreparedRequest:
-        if not token_ids:
-            raise ValueError("the prompt is empty")
         number = str(next(self._numbers))
-        sequences = generation_requests(params.request, number, "", [token_ids], [self._sampling(token_ids, params)])
-        return PreparedRequest(request_id or number, text, token_ids, sequences)
+        asked = Asked(
+            prompts=[prompt], sampling=_sampling(params), n=params.request.n or 1, names=names, keeps_text=True
+        )
+        with _as_value_error():
+            prepared = finished(prepare(asked, self._model, number))
+        [only] = prepared.prompts
+        return PreparedRequest(request_id or number, only.text, only.token_ids, prepared.requests)
 
-    def _sampling(self, token_ids: list[int], params: SamplingParams) -> Sampling:
-        asked, defaults = params.request, self._files.sampling_defaults
-        usual = DEFAULT_MAX_TOKENS if defaults.max_tokens is None else defaults.max_tokens
-        max_tokens = resolve_max_tokens(
-            None,  # what was asked for is a limit here, not a demand: the end of the context is another
-            None if params.takes_all_room else asked.max_tokens or usual,
-            num_prompt_tokens=len(token_ids),
-            max_model_len=self._ready.max_model_len,
-            asked_by="max_tokens",
-            prompt_is="prompt",
-        )
-        return sampling_params(
-            asked,
-            defaults,
-            vocab_size=self._ready.vocab_size,
-            eos_token_ids=self._files.eos_token_ids,
-            tokenizer=self._files.tokenizer,
-            max_tokens=max_tokens,
-            max_logprobs=self._files.max_logprobs,
-            seed=self._seeds.getrandbits(64) if asked.seed is None else unsigned_seed(asked.seed),
-            num_logprobs=asked.logprobs,
-            num_prompt_logprobs=asked.prompt_logprobs,
-        )
+
+def _sampling(params: SamplingParams) -> AskedSampling:
+    """Return what `params` ask for. `max_tokens` is a limit here, not a demand: the end of the context is another."""
+    body = params.request
+    return asked_sampling(
+        body,
+        max_tokens=sys.maxsize if params.takes_all_room else body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        cuts_max_tokens=True,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.body import invalid_field
-from gateway.errors import RequestError
+from gateway.invalid_field import invalid_field
+from gateway.openai_completions import DEFAULT_MAX_TOKENS
 from gateway.openai_types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
-from gateway.sampling import DEFAULT_MAX_TOKENS
+from gateway.request_error import RequestError
 from protocol.settings.suggestions import suggestion
 
 

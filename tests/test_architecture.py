@@ -70,6 +70,12 @@ def test_nothing_pickles_or_evaluates(package: str) -> None:
                 raise AssertionError(f"{path}:{node.lineno} runs a shell")
 
 
+def test_the_python_api_loads_nothing_of_http() -> None:
+    http = {"starlette", "uvicorn", "httptools", "prometheus_client"}
+    code = f"import sys; from octavo import LLM, AsyncLLM; print(sorted({http!r} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
 @pytest.mark.parametrize("module", ["gateway.app", "gateway.__main__", "scheduler.server", "scheduler.__main__"])
 def test_gateway_and_scheduler_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'numba' in sys.modules)"

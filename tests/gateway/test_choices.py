@@ -1,18 +1,19 @@
 """One body with many choices: they share one prompt, and leave places for others. A real scheduler plans them."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from gateway.choices import Choices
+from gateway.choices import Choices, TokenCounts
 from gateway.client import SchedulerClient
-from gateway.delta import Whole
+from gateway.delta import Delta, Whole
 from gateway.engine import Engine, GenerationRequest, Prompt
-from gateway.metrics import Metrics
+from gateway.events import Content, NewSplitter, Part, PlainText
+from gateway.metrics import Metrics, observers
 from gateway.tokenizer import Tokenizer
 from protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
@@ -46,14 +47,15 @@ def body(name: str, prompt: list[int], n: int, max_tokens: int) -> list[Generati
     return [GenerationRequest(f"{name}-{i}", shared, Sampling(max_tokens, seed=i)) for i in range(n)]
 
 
-async def start(engine: Engine, requests: list[GenerationRequest]) -> Choices:
-    return await Choices.start(engine, requests, n=len(requests), metrics=Metrics("m"), arrived_s=time.perf_counter())
+async def start(engine: Engine, requests: list[GenerationRequest], new_splitter: NewSplitter = PlainText) -> Choices:
+    observe = partial(observers, Metrics("m"), 0.0)
+    return await Choices.start(engine, requests, n=len(requests), observe=observe, new_splitter=new_splitter)
 
 
 async def answers(engine: Engine, requests: list[GenerationRequest]) -> list[Whole]:
     choices = await start(engine, requests)
     try:
-        return await choices.collect()
+        return [answer.whole for answer in await choices.collect()]
     finally:
         choices.close()
 
@@ -90,6 +92,28 @@ async def test_one_body_leaves_places_and_a_queue_for_others(tokenizer: Tokenize
                     await asyncio.sleep(0.01)
 
 
+class HoldingBack:
+    """A splitter that says all of a text at its end."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def split(self, delta: Delta) -> tuple[Part, ...]:
+        self._text += delta.text
+        return (Content(self._text.upper()),) if delta.finish_reason else ()
+
+
+async def test_an_answer_says_what_the_splitter_made_of_its_text(tokenizer: Tokenizer, directory: Path) -> None:
+    config = toy_config(directory)
+    with SchedulerThread(config) as server, FakeExecutor(config.backend_address):
+        async with connected(server, tokenizer) as engine:
+            choices = await start(engine, body("r", [5, 6, 7], 2, 8), HoldingBack)
+            for answer in await choices.collect():
+                assert answer.whole.text
+                assert answer.content == answer.whole.text.upper()
+            assert choices.counts() == TokenCounts(prompt=3, cached=0, completion=16)
+
+
 async def test_a_long_prompt_of_many_choices_keeps_its_gateway(tokenizer: Tokenizer, directory: Path) -> None:
     """100,000 tokens, 1,000 times: with its prompt in each Submit, all of it every second, the scheduler fell behind,
     took the gateway for dead and admitted what an old connection had left behind."""
@@ -105,8 +129,8 @@ async def test_a_long_prompt_of_many_choices_keeps_its_gateway(tokenizer: Tokeni
             choices = await start(engine, body("r", prompt, 1000, 1))
             num_ended = 0
             async with asyncio.timeout(60):
-                async for _, delta in choices:
-                    num_ended += delta.finish_reason == "length"
+                async for event in choices:
+                    num_ended += event.delta.finish_reason == "length"
                     if num_ended == 200:
                         break
             assert server.server is not None

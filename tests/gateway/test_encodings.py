@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.encodings import MAX_LONG, SHORT_CHARACTERS, Encodings, Steps, finished
-from gateway.errors import RequestError
+from gateway.request_error import RequestError
 from gateway.tokenizer import Tokenizer
 from tests.fakes.counted_work import Work
 

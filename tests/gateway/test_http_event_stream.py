@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.sse import DONE, EventStream
+from gateway.chunk_writer import DONE
+from gateway.sse import EventStream
 
 
 class Exchange:

@@ -1,0 +1,76 @@
+"""What a caller asks for, in no dialect. Each door makes it of its own body; `prepare` makes requests of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    text: str
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptMessages:
+    """A conversation for the chat template: each message has a `role`, a `content` and perhaps a `name`."""
+
+    messages: Sequence[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: dict[str, Any] | None = None
+
+
+AskedPrompt = PromptText | PromptTokens | PromptMessages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FieldNames:
+    """What the caller calls the fields that an error can name."""
+
+    prompt: str = "prompt"
+    max_tokens: str = "max_tokens"
+    logprobs: str = "logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedSampling:
+    """How to choose tokens. None means: as the model's generation config says, else as OpenAI's API does."""
+
+    max_tokens: int | None = None
+    default_max_tokens: int | None = None  # if neither the caller nor the model says; None: all that fit
+    cuts_max_tokens: bool = False  # more than fit: generate what fits, instead of an error
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None  # of either sign, 64 bits; None: each prompt gets its own
+    logit_bias: Mapping[str, float] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """`n` answers to each prompt. The prompts are made as they are read, so that this can happen in a thread."""
+
+    prompts: Iterable[AskedPrompt]
+    sampling: AskedSampling
+    n: int = 1
+    names: FieldNames = FieldNames()
+    cache_salt: str = ""
+    keeps_text: bool = False  # the answer shows the text of the prompts

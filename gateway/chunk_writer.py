@@ -1,0 +1,30 @@
+"""The chunks of a stream as server-sent events."""
+
+from collections.abc import Callable
+from typing import Any
+
+DONE = b"data: [DONE]\n\n"
+PLACE = "{text}"
+
+
+class ChunkWriter:
+    """Encodes the chunks of one stream: what they have in common is written once."""
+
+    def __init__(self, head: dict[str, Any], *, usage: bool, encode: Callable[[Any], bytes]) -> None:
+        self._encode = encode
+        self._head = b"data: " + encode(head)[:-1] + b',"choices":['
+        self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
+
+    def choice(self, choice: Any, usage: Any = None) -> bytes:
+        """Return the event for a chunk with one choice, and with what it has used so far if that is given."""
+        tail = self._tail if usage is None else b'],"usage":' + self._encode(usage) + b"}\n\n"
+        return self._head + self._encode(choice) + tail
+
+    def text(self, choice_of: Callable[[str], Any]) -> Callable[[str], bytes]:
+        """Return a function that does the same for `choice_of(text)`, where nothing but the text ever changes."""
+        encode, (before, _, after) = self._encode, self.choice(choice_of(PLACE)).rpartition(self._encode(PLACE))
+        return lambda text: before + encode(text) + after
+
+    def usage(self, usage: Any) -> bytes:
+        """Return the event for the chunk that has no choice but the usage."""
+        return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"
