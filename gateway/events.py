@@ -1,12 +1,14 @@
 """What a choice gives as every dialect renders it: the parts of an answer, and the tokens behind them."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from gateway.delta import Delta, Whole
 
 
-class Content(NamedTuple):
+class Content(msgspec.Struct, frozen=True, gc=False):
     """More of the text of an answer."""
 
     text: str
@@ -32,7 +34,7 @@ class PlainText:
 NewSplitter = Callable[[], Splitter]
 
 
-class Event(NamedTuple):
+class Event(msgspec.Struct, frozen=True):
     """What is new of one choice. `delta` has its tokens, log probabilities and end, `parts` what its text says."""
 
     choice: int
