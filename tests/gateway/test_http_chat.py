@@ -187,6 +187,27 @@ async def test_a_stop_string_that_is_a_special_token_stops_at_it(served: Served)
     assert (ended["message"]["content"], ended["stop_reason"]) == ("one", None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_special_token_among_other_text_of_a_stop_string_is_found_where_texts_show_it(
+    served: Served, stream: bool
+) -> None:
+    served.scheduler.reply = lambda submit: [*text_ids("xa"), IM_END, *text_ids("by")]
+
+    async def ended(**fields: Any) -> tuple[str, str, str | None]:
+        body = chat(ignore_eos=True, max_tokens=5, **fields)
+        if stream:
+            choices = [chunk["choices"][0] for chunk in await served.stream("/v1/chat/completions", body)]
+            text = "".join(choice["delta"].get("content") or "" for choice in choices)
+            return text, choices[-1]["finish_reason"], choices[-1]["stop_reason"]
+        [choice] = (await served.chat(ignore_eos=True, max_tokens=5, **fields))["choices"]
+        return choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]
+
+    assert await ended(stop="a<|im_end|>b") == ("xaby", "length", None)
+    assert await ended(stop="a<|im_end|>b", skip_special_tokens=False) == ("x", "stop", "a<|im_end|>b")
+    assert await ended(stop="ab") == ("x", "stop", "ab")
+    assert await ended(stop="ab", skip_special_tokens=False) == ("xa<|im_end|>by", "length", None)
+
+
 async def test_usage_counts_up_to_the_token_that_completed_a_stop_string(served: Served) -> None:
     served.scheduler.tokens_per_step = 5
     served.scheduler.reply = saying("one two three")
