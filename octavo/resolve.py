@@ -99,6 +99,17 @@ def resolve_config_of(config: Config) -> Path:
     )
 
 
+def one_name(model: str) -> str:
+    """Return what all ways to write the same `model` have in common: the demo's name, a path from the root, an id."""
+    return DEMO_NAME if not model or _names_demo(model) else from_root(model)
+
+
+def from_root(path: str) -> str:
+    """Return where `path` leads from any directory; what is no path here stays as it is."""
+    expanded = os.path.expanduser(path)
+    return os.path.realpath(expanded) if os.path.exists(expanded) else path
+
+
 def _names_demo(model: str) -> bool:
     """Whether `model` is the name by which a server shows the demo, and nothing that lies here."""
     return model == DEMO_NAME and not Path(model).exists()

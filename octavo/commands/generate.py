@@ -11,24 +11,27 @@ from octavo.batch.prompts import SUFFIXES
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
 from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
+from octavo.demo import DEMO_NAME
 from octavo.errors import CommandError
+from octavo.resolve import from_root, one_name
 from octavo.sampling_flags import add_sampling_flags, sampling_values
 from octavo.sampling_params import SamplingParams
 from octavo.settings import refuse_launcher_fields
 from protocol.config import FIELDS, Config, ConfigError
-from protocol.process import configure_logging
+from protocol.process import begin_log
 
 # Of the settings, those that change results: they are remembered beside them.
 REMEMBERED = (
-    "model",
     "use_modelscope",
     "load_format",
     "quantization",
     "dtype",
     "kv_cache_dtype",
     "generation_config",
+    "chat_template",
     "max_model_len",
 )
+PATHS = ("generation_config", "chat_template")  # of those, what may be one
 ONLY_IN_RECORDS = ("logprobs", "prompt_logprobs")
 
 
@@ -60,7 +63,7 @@ def run(flags: Mapping[str, Any]) -> int:
     source, target = flags["input_path"], flags["output_path"]
     _check_paths(source, target, sampling)
     params = _params(sampling)
-    configure_logging("octavo", config.log_level)
+    begin_log("octavo", config)
     with open_results(target, overwrite=flags["overwrite"]) as results:
         batch = Batch(source, results, _parameters(config, sampling))
         if batch.num_left:
@@ -100,13 +103,15 @@ def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> Non
 
 
 def _parameters(config: Config, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results depend on beside the prompts, as it was set."""
+    """Return what results depend on beside the prompts: the model, and what was set."""
     settings = {name: getattr(config, name) for name in REMEMBERED}
-    return {name: value for name, value in settings.items() if value != FIELDS[name].default} | dict(sampling)
+    changed = {name: value for name, value in settings.items() if value != FIELDS[name].default}
+    changed |= {name: from_root(changed[name]) for name in PATHS if name in changed}
+    return {"model": one_name(config.model), **changed, **sampling}
 
 
 def _generate(config: Config, params: SamplingParams, batch: Batch) -> None:
-    print(f"Starting {config.model or 'the demo model'}", file=sys.stderr)
+    print(f"Starting {config.model or DEMO_NAME}", file=sys.stderr)
     try:
         generate_batch(config, params, batch)
     except KeyboardInterrupt:

@@ -213,6 +213,38 @@ def test_where_the_model_comes_from_is_remembered(source: Path, capsys: pytest.C
     assert "begun with use_modelscope unset, and now it is true" in capsys.readouterr().err
 
 
+def test_a_run_goes_on_however_the_same_model_is_written(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is left to generate, so that no model is started."""
+    monkeypatch.chdir(source.parent)
+    (source.parent / "model").mkdir()
+    (source.parent / "mine.jinja").touch()
+    paths = (["./model"], ["model/"], ["--model", str(source.parent / "model")])
+    template = [["--chat-template", name] for name in ("mine.jinja", str(source.parent / "mine.jinja"))]
+    same = (
+        ("SmolLM2-135M-Instruct", ([], ["SmolLM2-135M-Instruct"], ["--model", "SmolLM2-135M-Instruct"])),
+        (str(source.parent / "model"), paths),
+        ("org/name", (["org/name", *template[0]], ["org/name", *template[1]])),
+    )
+    for number, (name, ways) in enumerate(same):
+        target = source.with_name(f"results{number}.txt")
+        for way in ways:
+            command = ["generate", *way, "--input-path", str(source), "--output-path", str(target)]
+            if not target.exists():
+                parameters = {"model": name} | ({"chat_template": template[1][1]} if len(way) > 2 else {})
+                with open_results(target) as results:
+                    for _ in range(Batch(source, results, parameters).num_left):
+                        results.add("done")
+            assert main(command) == 0, capsys.readouterr().err
+            begun = json.loads(target.with_name(target.name + ".run.json").read_text())
+            assert begun["parameters"]["model"] == name
+    (source.parent / "SmolLM2-135M-Instruct").mkdir()
+    command = ["generate", "SmolLM2-135M-Instruct", "--input-path", str(source), "--output-path", "results0.txt"]
+    assert main(command) == 1
+    assert f'and now it is "{source.parent}/SmolLM2-135M-Instruct"' in capsys.readouterr().err
+
+
 def test_a_path_that_cannot_be_looked_at_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     long = str(tmp_path / f"{'x' * 300}.txt")
     assert main(["generate", "--input-path", long, "--output-path", str(tmp_path / "results.txt")]) == 1
