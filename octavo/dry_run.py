@@ -1,11 +1,11 @@
 """`octavo serve MODEL --dry-run`: what serving would take, said by a child, since only the executor knows models."""
 
 import os
-import subprocess
 import sys
 
 import msgspec
 
+from octavo.processes import Process, kill_processes
 from octavo.resolve import resolve_config_of
 from protocol.config import Config
 from protocol.settings.loading import child_environ
@@ -16,4 +16,9 @@ def dry_run(config: Config) -> int:
     resolved = msgspec.structs.replace(config, model=str(resolve_config_of(config)))
     command = [sys.executable, "-P", "-m", "executor.dry_run"]
     environ = child_environ(resolved, os.environ, secrets=False)
-    return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, check=False).returncode
+    process = Process(command, environ=environ)
+    try:
+        return process.wait()
+    finally:
+        kill_processes([process])
+        process.lifeline.close()

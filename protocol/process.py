@@ -69,9 +69,7 @@ def start_process(
             refuse_foreign_keys(config, os.environ)
     except ConfigError as error:
         parser.error(str(error))
-    configure_logging(f"{name} {config.rank}" if config.rank else name, config.log_level)
-    if lifeline is None:  # else its parent has said so
-        say_what_has_no_effect(os.environ, FIELDS)
+    begin_log(f"{name} {config.rank}" if config.rank else name, config, has_parent=lifeline is not None)
     faulthandler.register(signal.SIGQUIT)
     heart = inherited_heart(lifeline)
     heart.end_with_parent()
@@ -115,6 +113,13 @@ class HarmlessFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(line.translate(CONTROLS) for line in super().format(record).split("\n"))
+
+
+def begin_log(name: str, config: Config, *, has_parent: bool = False) -> None:
+    """Set up the log of a process or command, and say which variables have no effect, unless a parent says so."""
+    configure_logging(name, config.log_level)
+    if not has_parent:
+        say_what_has_no_effect(os.environ, FIELDS)
 
 
 def configure_logging(name: str, level: str) -> None:

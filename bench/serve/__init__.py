@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,8 +21,9 @@ from bench.serve.results import FORMAT, Result, median_figures, read_result, wri
 from bench.serve.table import format_result
 from bench.serve.work import Work
 from octavo.cli import INTERRUPTED
+from octavo.commands.flags import read_quiet_config
 from protocol.config import ConfigError
-from protocol.settings.loading import load_config
+from protocol.process import begin_log
 
 SUMMARY = (
     "Load a running server with streamed requests and show throughput and latency. The exit status is 1 if a request"
@@ -85,7 +85,11 @@ def _base_url(flags: Mapping[str, Any]) -> str:
 
 def _api_key(flags: Mapping[str, Any]) -> str | None:
     """Return the key that is given, or the first of OCTAVO_API_KEY."""
-    return flags["api_key"] if "api_key" in flags else next(iter(load_config(os.environ, {}).api_key), None)
+    if "api_key" in flags:
+        return str(flags["api_key"])
+    config = read_quiet_config({})
+    begin_log("octavo", config)
+    return next(iter(config.api_key), None)
 
 
 def _show(result: Result, flags: Mapping[str, Any]) -> None:

@@ -7,14 +7,14 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from octavo.api_client import ApiClient
-from octavo.commands.flags import add_engine_flags, add_model, read_config, read_quiet_config, typed_settings
+from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
 from octavo.own_server import own_server
 from octavo.sampling_flags import add_sampling_flags, sampling_values
 from octavo.settings import refuse_launcher_fields
 from octavo.terminal import Terminal, piped_lines, typed_lines
 from protocol.config import ConfigError
-from protocol.process import paragraph
+from protocol.process import begin_log, paragraph
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 MODEL_HELP = (
@@ -85,7 +85,8 @@ def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
         if settings:
             flag = "--" + next(iter(settings)).replace("_", "-")
             raise ConfigError(f"{flag} is for a server of this command's own: name a MODEL")
-        config = read_config({})
+        config = read_quiet_config({})
+        begin_log("octavo", config)
         yield flags["url"] or DEFAULT_URL, flags["key"] or next(iter(config.api_key), None)
         return
     if flags["url"] or flags["key"]:
@@ -93,6 +94,7 @@ def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
         raise ConfigError(f"{flag} is for a running server, and MODEL starts one for this command alone: give one")
     config = read_quiet_config(settings)
     refuse_launcher_fields(config, "this command")
+    begin_log("octavo", config)
     print(f"Starting {config.model}", file=sys.stderr)
     with own_server(config) as (url, key):
         yield url, key

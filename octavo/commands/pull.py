@@ -6,7 +6,7 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, add_model, read_config
 from octavo.resolve import resolve_model_of
-from protocol.process import configure_logging
+from protocol.process import begin_log
 from protocol.settings.flags import add_flags
 
 
@@ -20,6 +20,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: Mapping[str, Any]) -> int:
     config = read_config(flags)
-    configure_logging("octavo", config.log_level)
+    begin_log("octavo", config)
     print(resolve_model_of(config).directory)
     return 0

@@ -11,11 +11,10 @@ from octavo.launcher import serve
 from octavo.listening import with_ports
 from octavo.resolve import resolve_model_of
 from octavo.settings import refuse_launcher_fields
-from protocol.config import FIELDS
+from protocol.config import Config
 from protocol.lifeline import LIFELINE_FLAG
-from protocol.process import configure_logging, inherited_heart
+from protocol.process import begin_log, inherited_heart
 from protocol.settings.flags import add_flags
-from protocol.settings.foreign import say_what_has_no_effect
 from protocol.settings.loading import refuse_foreign_keys
 
 DRY_RUN_HELP = (
@@ -37,11 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: Mapping[str, Any]) -> int:
-    config = read_config(flags)
-    refuse_launcher_fields(config, "`octavo serve`")
-    refuse_foreign_keys(config, os.environ)
-    configure_logging("octavo", config.log_level)
-    say_what_has_no_effect(os.environ, FIELDS)
+    config = _begin(flags)
     inherited_heart(flags["lifeline_fd"]).end_with_parent()
     with_ports(config)
     resolved = resolve_model_of(config)
@@ -50,6 +45,13 @@ def run(flags: Mapping[str, Any]) -> int:
 
 
 def run_dry(flags: Mapping[str, Any]) -> int:
+    return dry_run(_begin(flags))
+
+
+def _begin(flags: Mapping[str, Any]) -> Config:
+    """Return the Config of a server, with its log set up. Raises ConfigError for what no server starts with."""
     config = read_config(flags)
-    configure_logging("octavo", config.log_level)
-    return dry_run(config)
+    refuse_launcher_fields(config, "`octavo serve`")
+    refuse_foreign_keys(config, os.environ)
+    begin_log("octavo", config, has_parent=flags["lifeline_fd"] is not None)
+    return config

@@ -1,7 +1,6 @@
 """`octavo supervise`: the parent of one process, also as process 1 of a container."""
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -9,10 +8,8 @@ from typing import Any
 from octavo.commands.flags import read_config
 from octavo.processes import STOP_GRACE_S
 from octavo.supervise import supervise
-from protocol.config import FIELDS
-from protocol.process import configure_logging
+from protocol.process import begin_log
 from protocol.settings.flags import add_flags
-from protocol.settings.foreign import say_what_has_no_effect
 
 DESCRIPTION = (
     "Run one of Octavo's processes, and start it again when it ends or hangs. One that says by the status 2 that its"
@@ -37,8 +34,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def run(flags: Mapping[str, Any]) -> int:
     all_ranks = flags["all_ranks"]
     config = read_config({name: value for name, value in flags.items() if name != "all_ranks"})
-    configure_logging("supervise", config.log_level)
-    say_what_has_no_effect(os.environ, FIELDS)
+    begin_log("supervise", config)
     # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
     program = flags["program"]
     if program[0] in ("python", "python3"):

@@ -225,12 +225,13 @@ def test_a_model_behind_a_flag_of_several_values_is_to_go_first(capsys: pytest.C
     assert (typed.positional_model, typed.served_model_name) == ("MODEL", ["a", "b"])
 
 
+@pytest.mark.parametrize("command", [["serve"], ["serve", "--dry-run"]])
 def test_the_key_of_another_server_is_no_key_here(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "abc")
     with pytest.raises(SystemExit) as ended:
-        main(["serve"])
+        main(command)
     assert ended.value.code == 2
     assert "VLLM_API_KEY has no effect here" in capsys.readouterr().err
 

@@ -32,6 +32,37 @@ def test_the_home_of_nobody_is_that_of_containers() -> None:
     assert run(code=code + shown, HOME="/h").stdout.split()[0] == "/h"
 
 
+NO_SERVER = "http://127.0.0.1:1"
+NO_ADDRESS = "tcp://203.0.113.1:1"  # not this machine's
+READ_SETTINGS = (
+    *("octavo serve ./nowhere", "octavo serve --dry-run ./nowhere", "octavo serve --dry-run", "octavo pull ./nowhere"),
+    "octavo generate ./nowhere --input-path prompts.txt --output-path results.txt",
+    *(f"octavo {command} -q hi --url {NO_SERVER}/v1" for command in ("chat", "complete")),
+    *(f"octavo {command} -q hi ./nowhere" for command in ("chat", "complete")),
+    f"octavo bench serve --base-url {NO_SERVER}",
+    "octavo supervise -- python -m gateway --model ./nowhere",
+    *("gateway --model ./nowhere", "executor --model ./nowhere"),
+    f"scheduler --frontend-address {NO_ADDRESS} --insecure-links",
+)
+
+
+@pytest.mark.parametrize("command", READ_SETTINGS)
+def test_each_that_reads_settings_names_once_what_has_no_effect(command: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("hi\n")
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        env=os.environ | {"VLLM_USE_V1": "1", "HF_TOKN": "x"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    for said in ("VLLM_USE_V1 is a variable of vLLM and has no effect here", "did you mean HF_TOKEN?"):
+        assert done.stderr.count(said) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_directory_for_sockets_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     code = "from scheduler.__main__ import main; raise SystemExit(main())"
