@@ -10,7 +10,8 @@ scheduler, steps are numbered without a gap and the executor reports the last on
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import add, getitem
 from typing import Annotated, Any
 
 import msgspec
@@ -74,26 +75,27 @@ class Logprobs(Record, frozen=True):
     def num_tokens(self) -> int:
         return len(self.token_logprobs) // 4
 
+    @property
+    def columns(self) -> tuple[bytes, bytes, bytes, bytes]:
+        return self.token_logprobs, self.token_ranks, self.top_token_ids, self.top_logprobs
+
     def __add__(self, other: "Logprobs") -> "Logprobs":
         """Return the log probabilities of these tokens and then the other's; both have the same K."""
-        return Logprobs(
-            self.num_alternatives,
-            self.token_logprobs + other.token_logprobs,
-            self.token_ranks + other.token_ranks,
-            self.top_token_ids + other.top_token_ids,
-            self.top_logprobs + other.top_logprobs,
-        )
+        return Logprobs(self.num_alternatives, *map(add, self.columns, other.columns))
+
+    @staticmethod
+    def cut(num_alternatives: int, columns: "Sequence[bytes | bytearray]", start: int, end: int) -> "Logprobs":
+        """Return tokens `start` to `end` of four columns that are laid out as those of Logprobs are."""
+        row, wide = slice(4 * start, 4 * end), slice(4 * start * num_alternatives, 4 * end * num_alternatives)
+        return Logprobs(num_alternatives, *map(bytes, map(getitem, columns, (row, row, wide, wide))))
+
+    def part(self, start: int, end: int) -> "Logprobs":
+        """Return the same for the tokens from `start` to `end`."""
+        return self.cut(self.num_alternatives, self.columns, start, end)
 
     def tail(self, first_token: int) -> "Logprobs":
         """Return the same from token `first_token` on."""
-        row, wide = 4 * first_token, 4 * first_token * self.num_alternatives
-        return Logprobs(
-            self.num_alternatives,
-            self.token_logprobs[row:],
-            self.token_ranks[row:],
-            self.top_token_ids[wide:],
-            self.top_logprobs[wide:],
-        )
+        return self.part(first_token, self.num_tokens)
 
 
 def logprob_bytes(num_alternatives: int) -> int:

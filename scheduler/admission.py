@@ -25,14 +25,14 @@ def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) 
     _require_known("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _require_known("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)
     return Sequence(
-        seq_id,
-        prompt,
-        sampling,
-        _ids(submit.output_token_ids, "output_token_ids", vocab_size),
-        submit.tenant,
-        submit.priority,
-        submit.cache_salt,
-        submit.body_id,
+        seq_id=seq_id,
+        prompt=prompt,
+        sampling=sampling,
+        output_token_ids=_ids(submit.output_token_ids, "output_token_ids", vocab_size),
+        tenant=submit.tenant,
+        priority=submit.priority,
+        cache_salt=submit.cache_salt,
+        body_id=submit.body_id,
     )
 
 

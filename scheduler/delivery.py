@@ -19,31 +19,17 @@ RETRY_S = 0.02  # between tries to send to a gateway whose queue is full
 class LogprobColumns:
     """The log probabilities of one request's tokens, cheap to append to."""
 
-    def __init__(self) -> None:
-        self.num_alternatives = 0
-        self.token_logprobs = bytearray()
-        self.token_ranks = bytearray()
-        self.top_token_ids = bytearray()
-        self.top_logprobs = bytearray()
+    def __init__(self, num_alternatives: int) -> None:
+        self.num_alternatives = num_alternatives
+        self._columns = [bytearray() for _ in range(4)]
 
     def append(self, logprobs: Logprobs) -> None:
-        self.num_alternatives = logprobs.num_alternatives
-        self.token_logprobs += logprobs.token_logprobs
-        self.token_ranks += logprobs.token_ranks
-        self.top_token_ids += logprobs.top_token_ids
-        self.top_logprobs += logprobs.top_logprobs
+        for column, new in zip(self._columns, logprobs.columns, strict=True):
+            column += new
 
-    def of(self, start: int, end: int) -> Logprobs:
-        """Return those of the tokens from `start` to `end`."""
-        rows = slice(4 * start, 4 * end)
-        wide = slice(4 * start * self.num_alternatives, 4 * end * self.num_alternatives)
-        return Logprobs(
-            self.num_alternatives,
-            bytes(self.token_logprobs[rows]),
-            bytes(self.token_ranks[rows]),
-            bytes(self.top_token_ids[wide]),
-            bytes(self.top_logprobs[wide]),
-        )
+    def part(self, start: int, end: int) -> Logprobs:
+        """Return the log probabilities of the tokens from `start` to `end`."""
+        return Logprobs.cut(self.num_alternatives, self._columns, start, end)
 
 
 @dataclass(slots=True)
@@ -76,7 +62,7 @@ class RequestRecord:
         for token_id in update.token_ids:
             self.token_ids.append(token_id)
         if update.logprobs is not None:
-            self.logprobs = self.logprobs or LogprobColumns()
+            self.logprobs = self.logprobs or LogprobColumns(update.logprobs.num_alternatives)
             self.logprobs.append(update.logprobs)
         if update.prompt_logprobs is not None:
             earlier = self.prompt_logprobs
@@ -104,14 +90,14 @@ class RequestRecord:
     def _output(self, start: int, end: int, finish_reason: str | None) -> Output:
         first = self.first_token_index + start
         return Output(
-            self.request_id,
-            first,
-            self.token_ids[start:end].tobytes(),
-            finish_reason,
-            self.logprobs.of(start, end) if self.logprobs is not None else None,
-            self.num_cached_tokens,
-            self.prompt_logprobs if first == 0 else None,
-            self.error if finish_reason else None,
+            request_id=self.request_id,
+            first_token_index=first,
+            token_ids=self.token_ids[start:end].tobytes(),
+            finish_reason=finish_reason,
+            logprobs=self.logprobs.part(start, end) if self.logprobs is not None else None,
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs if first == 0 else None,
+            error=self.error if finish_reason else None,
         )
 
     def mark_sent(self, output: Output) -> bool:
@@ -201,7 +187,13 @@ class Ledger:
         """Keep the output of sequence `seq_id` for a request of a known gateway from now on."""
         gateway = self.gateways[identity]
         num_tokens = len(submit.output_token_ids) // 4
-        record = RequestRecord(submit.request_id, seq_id, submit.hello_seq, num_tokens, num_tokens)
+        record = RequestRecord(
+            request_id=submit.request_id,
+            seq_id=seq_id,
+            hello_seq=submit.hello_seq,
+            first_token_index=num_tokens,
+            num_sent_tokens=num_tokens,
+        )
         gateway.records[submit.request_id] = record
         self._by_seq_id[seq_id] = (gateway, record)
 

@@ -49,7 +49,7 @@ def _check_steps(accounts: Accounts, shares: list[Share]) -> None:
 def _check_running(accounts: Accounts, sequence: Sequence) -> None:
     seq_id, valid = sequence.seq_id, [share for share in sequence.in_flight if not share.is_void]
     num_computed, num_planned = sequence.num_computed_tokens, sequence.num_planned_tokens
-    num_ahead = max(0, sum([share.samples for share in valid]) - 1)  # tokens planned before they are known
+    num_ahead = max(0, sum([share.num_samples for share in valid]) - 1)  # tokens planned before they are known
     assert sequence.is_running, f"sequence {seq_id} runs without being marked so"
     assert sequence.finish_reason is None, f"sequence {seq_id} runs and has ended"
     assert num_computed <= num_planned <= sequence.num_tokens + num_ahead, f"sequence {seq_id} is planned too far"

@@ -72,11 +72,11 @@ class Measures:
 
     def read(self) -> EngineHistograms:
         return EngineHistograms(
-            self._queue_s.read(),
-            self._prefill_s.read(),
-            self._decode_s.read(),
-            self._inference_s.read(),
-            self._step_s.read(),
-            self._step_seqs.read(),
-            self._step_tokens.read(),
+            queue_s=self._queue_s.read(),
+            prefill_s=self._prefill_s.read(),
+            decode_s=self._decode_s.read(),
+            inference_s=self._inference_s.read(),
+            step_s=self._step_s.read(),
+            step_seqs=self._step_seqs.read(),
+            step_tokens=self._step_tokens.read(),
         )

@@ -56,12 +56,17 @@ def _prompt_budget(accounts: Accounts, max_num_prompt_tokens: int | None) -> int
     budget = accounts.limits.max_num_batched_tokens
     if max_num_prompt_tokens is None:
         return budget
-    nums_tokens = [sequence.num_remaining_tokens for sequence in accounts.running]
-    num_generating = nums_tokens.count(1)
+    num_generating = num_prompt_tokens = 0
+    for sequence in accounts.running:
+        num_tokens = sequence.num_remaining_tokens
+        if num_tokens > sequence.num_samples_a_step:
+            num_prompt_tokens += num_tokens
+        elif num_tokens:
+            num_generating += 1
     if num_generating == 0:
         return budget
     waiting = islice(accounts.waiting, accounts.limits.max_num_seqs - len(accounts.running))
-    num_prompt_tokens = sum(nums_tokens) - num_generating + sum(sequence.num_missing_tokens for sequence in waiting)
+    num_prompt_tokens += sum(sequence.num_missing_tokens for sequence in waiting)
     most = max(max_num_prompt_tokens, num_prompt_tokens // MAX_STEPS_TO_DRAIN_PROMPTS)
     return max(1, min(most, budget + 1 - len(accounts.running)))
 
@@ -71,7 +76,7 @@ def _plan_running(accounts: Accounts, plan: Plan) -> None:
         if not plan.budget:
             return
         num_tokens = sequence.num_remaining_tokens
-        if num_tokens > 1:
+        if num_tokens > sequence.num_samples_a_step:
             num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
         if not (num_tokens and sequence.is_running):
             continue
@@ -178,8 +183,8 @@ def _add_share(accounts: Accounts, plan: Plan, sequence: Sequence, num_tokens: i
     start = sequence.num_planned_tokens
     end = start + num_tokens
     num_known_tokens = sequence.num_tokens
-    samples = num_known_tokens <= end and num_known_tokens < sequence.max_num_tokens
-    share = Share(sequence, start, end, samples, sequence.needs_init)
+    num_samples = sequence.num_samples_a_step if end >= num_known_tokens else 0
+    share = Share(sequence, start, end, num_samples, sequence.needs_init)
     plan.num_bytes -= sequence.share_bytes
     if num_tokens > 1:
         plan.num_bytes -= (num_tokens - 1) * sequence.token_bytes
@@ -191,7 +196,7 @@ def _add_share(accounts: Accounts, plan: Plan, sequence: Sequence, num_tokens: i
     plan.shares.append(share)
     plan.budget -= num_tokens
     if end <= num_known_tokens:
-        if num_tokens > 1 or end < num_known_tokens:
+        if num_tokens > num_samples:
             plan.prompt_budget -= num_tokens
         accounts.prefixes.enter(share)
 
@@ -215,4 +220,4 @@ def _sequence_step(share: Share, block_size: int) -> SequenceStep:
         block_table = block_table[: 4 * -(-share.end // block_size)]
     token_ids = sequence.pack(share.start, share.end) if share.start < sequence.num_tokens else b""
     init = sequence.make_init() if share.has_init else None
-    return SequenceStep(sequence.seq_id, share.start, token_ids, block_table, share.samples, init)
+    return SequenceStep(sequence.seq_id, share.start, token_ids, block_table, share.num_samples > 0, init)

@@ -17,9 +17,9 @@ MARGIN_GAIN, MARGIN_DECAY = 0.25, 0.99
 class StepSize:
     num_seqs: int
     num_tokens: int
-    has_prompt: bool  # whether some sequence computes more than its newest token
-    follows_idleness: bool = False  # nothing was to be done before it
-    num_prompt_tokens: int = 0  # of sequences that compute several
+    num_prompt_seqs: int = 0  # that compute more tokens than they sample
+    num_prompt_tokens: int = 0  # of these
+    follows_idleness: bool = False  # there was nothing to do before it
 
     @property
     def kind(self) -> tuple[bool, int, int]:
@@ -27,16 +27,25 @@ class StepSize:
         return self.has_prompt, self.num_seqs.bit_length(), self.num_tokens.bit_length()
 
     @property
+    def has_prompt(self) -> bool:
+        return self.num_prompt_seqs > 0
+
+    @property
     def num_generating_seqs(self) -> int:
-        """Return how many sequences compute a single token."""
-        return self.num_tokens - self.num_prompt_tokens
+        """How many sequences sample after each token that they compute."""
+        return self.num_seqs - self.num_prompt_seqs
 
 
 def step_size(sequences: Sequence[SequenceStep], *, follows_idleness: bool) -> StepSize:
     nums_tokens = [max(1, len(sequence.token_ids) // 4) for sequence in sequences]
-    num_prompt_tokens = sum(num_tokens for num_tokens in nums_tokens if num_tokens > 1)
-    has_prompt = num_prompt_tokens > 0 or not all(sequence.sample for sequence in sequences)
-    return StepSize(len(sequences), sum(nums_tokens), has_prompt, follows_idleness, num_prompt_tokens)
+    of_prompts = [n for n, sequence in zip(nums_tokens, sequences, strict=True) if n > int(sequence.sample)]
+    return StepSize(
+        num_seqs=len(sequences),
+        num_tokens=sum(nums_tokens),
+        num_prompt_seqs=len(of_prompts),
+        num_prompt_tokens=sum(of_prompts),
+        follows_idleness=follows_idleness,
+    )
 
 
 class StepPredictor:

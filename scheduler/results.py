@@ -3,7 +3,7 @@
 from protocol.messages import SequenceResult, StepResult
 from scheduler.accounts import Accounts
 from scheduler.sequence import Sequence, Share
-from scheduler.stopping import append_tokens, head
+from scheduler.stopping import append_tokens
 
 
 def apply_result(accounts: Accounts, result: StepResult) -> None:
@@ -32,7 +32,7 @@ def _sit_out(share: Share) -> None:
     """No token of the share was computed, so the shares planned on top of it mean nothing either."""
     share.roll_back()
     for later in share.sequence.in_flight:
-        later.is_void, later.samples = True, False
+        later.is_void, later.num_samples = True, 0
         share.sequence.needs_init = True  # whatever the executor made of the later share
 
 
@@ -44,7 +44,7 @@ def _advance(accounts: Accounts, share: Share, given: SequenceResult) -> None:
             accounts.prefixes.register(sequence)
     if given.prompt_logprobs is not None:
         sequence.collect_prompt_logprobs(share.start + 1, given.prompt_logprobs)
-    if share.samples:
+    if share.num_samples:
         _take_tokens(accounts, sequence, given)
     elif share.end == sequence.num_tokens:  # the whole prompt is computed, and no token is wanted
         accounts.finish(sequence, "length")
@@ -62,7 +62,7 @@ def _take_tokens(accounts: Accounts, sequence: Sequence, given: SequenceResult) 
         accounts.suspects.clear(sequence)
     logprobs = given.logprobs
     if logprobs is not None and num_tokens < len(given.token_ids):
-        logprobs = head(logprobs, num_tokens)
+        logprobs = logprobs.part(0, num_tokens)
     if reason:
         accounts.finish(sequence, reason, token_ids, logprobs)
     else:

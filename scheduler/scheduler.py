@@ -54,6 +54,7 @@ class Scheduler(Accounts):
         sequence.token_bytes = token_bytes(sampling)
         sequence.share_bytes = share_bytes(sequence)
         sequence.max_num_tokens = self.limits.max_num_tokens(sequence)
+        sequence.num_samples_a_step = 1 if sequence.num_tokens < sequence.max_num_tokens else 0
         sequence.stop_token_ids = frozenset(sampling.eos_token_ids + sampling.stop_token_ids)
         if sampling.num_prompt_logprobs is not None and not sequence.output_token_ids:
             sequence.prompt_logprobs = Logprobs(sampling.num_prompt_logprobs)

@@ -53,6 +53,7 @@ class Sequence:
     share_bytes: int = field(init=False, default=0)  # of messages: what a share of one token takes
     token_bytes: int = field(init=False, default=0)  # and each one more
     max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
+    num_samples_a_step: int = field(init=False, default=1)  # tokens that a step can sample for it; 0: none is wanted
     stop_token_ids: frozenset[int] = field(init=False, default=frozenset())
     num_computed_tokens: int = field(init=False, default=0)  # whose KV exists
     num_planned_tokens: int = field(init=False, default=0)  # whose KV exists once the steps in flight are done
@@ -84,10 +85,15 @@ class Sequence:
     def num_remaining_tokens(self) -> int:
         """Tokens that can be planned now, one that is being sampled included."""
         in_flight = self.in_flight
-        if not in_flight or not in_flight[-1].samples:
+        if not in_flight or not (num_samples := in_flight[-1].num_samples):
             return self.num_tokens - self.num_planned_tokens
-        # The token in flight will be the last one, whatever it is, or it can be planned on.
-        return 1 if self.num_tokens + 1 < self.max_num_tokens else 0
+        # Either the token in flight is the last one, whatever its value, or it can be planned on.
+        return 1 if self.num_tokens + num_samples < self.max_num_tokens else 0
+
+    @property
+    def generates(self) -> bool:
+        """Whether its next share can sample after each of its tokens: no other token is left to compute."""
+        return 0 < self.num_remaining_tokens <= self.num_samples_a_step
 
     @property
     def queue_key(self) -> tuple[int, bool, int, int]:
@@ -115,12 +121,12 @@ class Sequence:
         """Return all that an executor must know to go on with the tokens that are known now."""
         sampling = self.sampling
         return SequenceInit(
-            sampling,
-            len(self.prompt_token_ids),
-            len(self.output_token_ids),
-            self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
-            self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
-            self.output_token_ids.tobytes() if sampling.has_penalties else b"",
+            sampling=sampling,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=len(self.output_token_ids),
+            prompt_token_ids=self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
+            distinct_prompt_token_ids=self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
+            output_token_ids=self.output_token_ids.tobytes() if sampling.has_penalties else b"",
         )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:
@@ -138,7 +144,7 @@ class Share(msgspec.Struct, eq=False):
     sequence: Sequence
     start: int
     end: int
-    samples: bool  # ends at the sequence's last token, and gives the next
+    num_samples: int  # tokens that it samples: 0 for a chunk, else it ends at the sequence's last token
     has_init: bool
     hashes: Iterable[bytes] = ()  # of the blocks that it fills, as far as they are known
     keeps_kv: bool = True  # False once the sequence was preempted: its token counts, its KV is gone

@@ -1,6 +1,5 @@
 """When a sequence ends, judged on integers: stop ids, `min_tokens`, `max_tokens`, `max_model_len`."""
 
-from protocol.messages import Logprobs
 from scheduler.sequence import Sequence
 
 
@@ -24,15 +23,3 @@ def append_tokens(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], 
         if may_end and (reason := finish_reason(sequence)):
             return token_ids[: sequence.num_tokens - num_tokens], reason
     return token_ids, None
-
-
-def head(logprobs: Logprobs, num_tokens: int) -> Logprobs:
-    """Return the log probabilities of the first `num_tokens` tokens."""
-    row, wide = 4 * num_tokens, 4 * num_tokens * logprobs.num_alternatives
-    return Logprobs(
-        logprobs.num_alternatives,
-        logprobs.token_logprobs[:row],
-        logprobs.token_ranks[:row],
-        logprobs.top_token_ids[:wide],
-        logprobs.top_logprobs[:wide],
-    )

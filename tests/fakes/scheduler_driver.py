@@ -163,14 +163,14 @@ class SchedulerDriver:
         self.checks_moves = checks_moves
         self.max_num_prompt_tokens = max_num_prompt_tokens  # while some generate
         self.limits = Limits(
-            num_blocks,
-            block_size,
-            max_model_len,
-            max_num_seqs,
-            max_num_batched_tokens,
-            max_num_waiting_seqs,
-            enable_prefix_caching,
-            max_step_bytes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_waiting_seqs=max_num_waiting_seqs,
+            enable_prefix_caching=enable_prefix_caching,
+            max_step_bytes=max_step_bytes,
         )
         self.scheduler = Scheduler(self.limits)
         self.executor = SlotExecutor(num_blocks, block_size)
@@ -228,7 +228,7 @@ class SchedulerDriver:
     def send(self) -> PlannedStep | None:
         """Plan a step."""
         remaining = [sequence.num_remaining_tokens for sequence in self.scheduler.sequences.values()]
-        some_generate = any(sequence.num_remaining_tokens == 1 for sequence in self.scheduler.running)
+        some_generate = any(sequence.generates for sequence in self.scheduler.running)
         step = self.scheduler.schedule(self.max_num_prompt_tokens)
         if step is not None:
             if self.max_num_prompt_tokens is not None and some_generate:

@@ -6,7 +6,7 @@ from protocol.messages import ExecutorReady, NeedInit, Progress, StepResult, Wel
 from scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
 from scheduler.predictor import StepSize
 
-SIZE = StepSize(1, 1, has_prompt=False)
+SIZE = StepSize(1, 1)
 
 
 def ready(incarnation: str = "e1", *, welcomed_by: str = "") -> ExecutorReady:

@@ -58,8 +58,8 @@ def test_one_that_is_cut_off_counts_as_far_as_it_came():
 
 def test_steps_are_counted_by_size():
     measures = Measures()
-    measures.complete(StepSize(3, 50, has_prompt=True), 0.2)
-    measures.complete(StepSize(2, 2, has_prompt=False), 0.1)
+    measures.complete(StepSize(3, 50, num_prompt_seqs=1), 0.2)
+    measures.complete(StepSize(2, 2), 0.1)
     read = measures.read()
     assert (counted(read.step_seqs), counted(read.step_tokens)) == ((2, 5), (2, 52))
     assert sum(read.step_s.counts) == 2

@@ -10,7 +10,7 @@ BLOCK_SIZE = 16
 
 
 def decoding(num_seqs: int) -> StepSize:
-    return StepSize(num_seqs, num_seqs, has_prompt=False)
+    return StepSize(num_seqs, num_seqs)
 
 
 def mixed(num_seqs: int, num_prompt_tokens: int) -> StepSize:
@@ -76,10 +76,10 @@ def test_a_large_target_is_no_limit() -> None:
 
 def test_a_prompt_alone_says_what_its_tokens_take() -> None:
     machine = Machine()
-    machine.do(StepSize(1, 490, has_prompt=True, num_prompt_tokens=490))
+    machine.do(StepSize(1, 490, num_prompt_seqs=1, num_prompt_tokens=490))
     assert machine.limit(8) == 49  # all of the 500 ms is put down to its tokens
     machine.do(decoding(1))
-    machine.do(StepSize(1, 490, has_prompt=True, num_prompt_tokens=490))
+    machine.do(StepSize(1, 490, num_prompt_seqs=1, num_prompt_tokens=490))
     assert machine.limit(1) == 39
 
 

@@ -72,6 +72,18 @@ def test_a_prompt_is_computed_at_once_when_nobody_generates_any_more() -> None:
     driver.assert_complete()
 
 
+def test_a_sequence_that_takes_no_token_is_a_prompt_to_its_end() -> None:
+    """It computes one token in the second step, and generates nothing: the other prompt is not held back for it."""
+    driver = SchedulerDriver(max_num_batched_tokens=4, max_num_prompt_tokens=2)
+    driver.start(0, range(5), max_tokens=0)
+    driver.step()
+    driver.start(1, range(10, 14), max_tokens=1)
+    driver.step()
+    assert nums_tokens(driver.steps[-1]) == {0: 1, 1: 3}
+    driver.run()
+    driver.assert_complete()
+
+
 def test_nothing_is_admitted_when_prompts_have_all_that_they_may() -> None:
     driver = SchedulerDriver(max_num_prompt_tokens=4)
     driver.start(0, [1, 2, 3])

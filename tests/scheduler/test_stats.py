@@ -7,8 +7,8 @@ from scheduler.finish_rate import FinishRate
 from scheduler.predictor import StepPredictor, StepSize, step_size
 from scheduler.reports import StepMeter, StepTimes, describe
 
-DECODE = StepSize(8, 8, has_prompt=False)
-PREFILL = StepSize(8, 300, has_prompt=True)
+DECODE = StepSize(8, 8)
+PREFILL = StepSize(8, 300, num_prompt_seqs=1)
 
 
 def share(num_known_tokens: int, *, sample: bool = True) -> SequenceStep:
@@ -16,10 +16,11 @@ def share(num_known_tokens: int, *, sample: bool = True) -> SequenceStep:
 
 
 def test_sizes_of_steps():
-    assert step_size([share(0), share(1)], follows_idleness=False) == StepSize(2, 2, False)
-    assert step_size([share(0), share(30)], follows_idleness=True) == StepSize(2, 31, True, True, 30)
+    assert step_size([share(0), share(1)], follows_idleness=False) == StepSize(2, 2)
+    assert step_size([share(0), share(30)], follows_idleness=True) == StepSize(2, 31, 1, 30, follows_idleness=True)
     assert step_size([share(0), share(7), share(1), share(5)], follows_idleness=False).num_generating_seqs == 2
-    assert step_size([share(1, sample=False)], follows_idleness=False).has_prompt
+    last_but_one = step_size([share(0), share(1, sample=False)], follows_idleness=False)  # tokens of a prompt
+    assert (last_but_one.has_prompt, last_but_one.num_prompt_tokens, last_but_one.num_generating_seqs) == (True, 1, 1)
 
 
 def test_an_unknown_kind_of_step_is_planned_on_at_once():
@@ -98,7 +99,7 @@ def test_what_a_step_without_prompts_takes():
     predictor.observe_step(PREFILL, 0.5)
     assert predictor.decode_s(8) == 0.0
     predictor.observe_step(DECODE, 0.1)
-    predictor.observe_step(StepSize(64, 64, has_prompt=False), 0.3)
+    predictor.observe_step(StepSize(64, 64), 0.3)
     assert [predictor.decode_s(num_seqs) for num_seqs in (0, 1, 8, 15, 16, 32, 64, 200)] == [0.1] * 5 + [0.3] * 3
 
 
@@ -107,7 +108,7 @@ def test_the_meter_takes_medians_and_starts_again():
     for busy_s in (0.1, 0.2, 0.9):
         meter.add(DECODE, busy_s, waited_s=0.3)
     meter.add(PREFILL, 0.8, waited_s=0.1)
-    meter.add(StepSize(1, 1, False, follows_idleness=True), 0.2, waited_s=99.0)
+    meter.add(StepSize(1, 1, follows_idleness=True), 0.2, waited_s=99.0)
     times = meter.take()
     assert (times.decode_step_s, times.prefill_step_s) == (pytest.approx(0.2), 0.8)
     assert times.executor_wait_fraction == pytest.approx(1.0 / (1.0 + 2.2))  # idleness is nobody's fault
