@@ -1,6 +1,7 @@
 """Prompts that cost much: refused soon, given up with their client, and nobody else waits for them."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest.mark.parametrize("text", [EMOJI, DIGITS, "x" * 1_000_000, "the quick brown fox, " * 50_000])
-async def test_a_hopeless_prompt_is_refused_with_what_is_known_of_it(served: Served, text: str) -> None:
-    for path, body, param in ((CHAT, chat(text), "messages"), (COMPLETIONS, completion(text), "prompt")):
-        response = await served.post(path, body)
-        error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
-    assert served.scheduler.messages(Submit) == []
+async def test_a_hopeless_prompt_is_refused_without_all_of_it_being_tokenized(
+    tiny_model: Path, tmp_path: Path, text: str
+) -> None:
+    """The bound on characters takes these texts; how many tokens they have nobody finds out."""
+    scheduler = FakeScheduler(f"ipc://{tmp_path}/s", vocab_size=VOCAB_SIZE, max_model_len=8192)
+    async with serving(tiny_model, scheduler) as served:
+        for path, body, param in ((CHAT, chat(text), "messages"), (COMPLETIONS, completion(text), "prompt")):
+            response = await served.post(path, body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            known = re.search("the prompt has at least ([0-9]+) tokens", error["message"])
+            assert known is not None, error["message"]
+            assert int(known[1]) < len(text) // 20  # in the tiny model a character is a token, or more
+        assert scheduler.messages(Submit) == []
 
 
 async def test_short_chats_are_answered_beside_long_prompts_of_which_too_many_are_a_429(served: Served) -> None:
