@@ -14,12 +14,13 @@ from starlette.routing import Route
 
 from gateway.auth import Authentication
 from gateway.body_limits import Bodies, BodyTimes
+from gateway.count_requests import CountRequests
 from gateway.encodings import Encodings
 from gateway.engine import Engine, scheduler_addresses, scheduler_clients
 from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response
 from gateway.generate import CHAT, COMPLETIONS, route_of
-from gateway.metrics import CountRequests, Metrics, watch_loop
+from gateway.metrics import Metrics, watch_loop
 from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
 from gateway.models import list_models, show_model

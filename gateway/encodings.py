@@ -2,15 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from gateway.request_error import overloaded
+from gateway.steps import Steps, next_step
 
 Result = TypeVar("Result")
-# Work on a prompt: between its slices it can be left. It returns the tokens.
-Steps = Generator[None, None, Result]
 
 SHORT_CHARACTERS = 16 << 10  # one or two slices: they have threads of their own, and wait for no long one
 MAX_SHORT = 1024
@@ -53,7 +51,7 @@ class _Lane:
         try:
             while True:
                 # One call a slice: whoever asked first is next, and a slice that nobody waits for is not begun.
-                result = await loop.run_in_executor(self._threads, _next, steps)
+                result = await loop.run_in_executor(self._threads, next_step, steps)
                 if result is not None:
                     return result[0]
         finally:
@@ -61,19 +59,3 @@ class _Lane:
 
     def close(self) -> None:
         self._threads.shutdown()
-
-
-def _next(steps: Steps[Result]) -> tuple[Result] | None:
-    """Do the next slice. Return what the steps return in a tuple, or None if there are more."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        return (end.value,)
-    return None
-
-
-def finished(steps: Generator[Any, None, Result]) -> Result:
-    """Do all the steps in this thread, and return what they return."""
-    while (result := _next(steps)) is None:
-        pass
-    return result[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 
 from gateway.client import SchedulerClient
-from gateway.delta import Delta, TokenLogprob
+from gateway.delta import Delta
 from gateway.in_flight import Event
 from gateway.text_stream import TextStream
 from gateway.tokenizer import Tokenizer
@@ -16,19 +16,6 @@ from protocol.config import Config
 from protocol.link_keys import ClientKeys
 from protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
 from protocol.sampling import Sampling
-
-__all__ = [
-    "Delta",
-    "Engine",
-    "Generation",
-    "GenerationRequest",
-    "Overloaded",
-    "Prompt",
-    "Refused",
-    "TokenLogprob",
-    "Unavailable",
-]
-
 
 RETRY_S = 0.05  # while the scheduler is full, or a process starts again
 

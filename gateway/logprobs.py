@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from gateway.engine import TokenLogprob
+from gateway.delta import TokenLogprob
 from gateway.openai_responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from gateway.tokenizer import Tokenizer
 

@@ -2,16 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.engine import Delta, GenerationRequest
-from gateway.errors import STATUS_CLIENT_CLOSED
+from gateway.delta import Delta
+from gateway.engine import GenerationRequest
 from gateway.exposition import PREFIX, add_histogram
 from protocol.measures import (
     CHOICES_BOUNDS,
@@ -23,7 +21,6 @@ from protocol.measures import (
     RecentMaximum,
 )
 
-NO_ROUTE = "unknown"
 LAG_WINDOW_S = 10.0
 LAG_INTERVAL_S = 0.1
 
@@ -177,31 +174,3 @@ async def watch_loop(lag_s: RecentMaximum, clock: Callable[[], float] = time.mon
         await asyncio.sleep(LAG_INTERVAL_S)
         now_s = clock()
         lag_s.observe(now_s - due_s, now_s)
-
-
-class CountRequests:
-    """ASGI middleware that counts each answer by method, route and status. Paths without a route share one name."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: list[Route]) -> None:
-        self.app = app
-        self.metrics = metrics
-        self.paths: Mapping[object, str] = {route.endpoint: route.path for route in routes}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status = STATUS_CLIENT_CLOSED
-
-        async def sending(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sending)
-        finally:
-            route = self.paths.get(scope.get("endpoint"), NO_ROUTE)
-            method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST") else "other"
-            self.metrics.http_requests.labels(method, route, str(status)).inc()

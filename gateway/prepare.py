@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from gateway.asked import Asked, AskedPrompt, FieldNames, PromptMessages, PromptText, PromptTokens
 from gateway.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
-from gateway.encodings import Steps
 from gateway.engine import GenerationRequest, Prompt
 from gateway.model import Model
 from gateway.request_error import RequestError
 from gateway.sampling import check_text_length, check_token_ids, for_choice, resolve_sampling, too_many_tokens
+from gateway.steps import Steps
 from gateway.text_cuts import SLICE_CHARACTERS
 from gateway.tokenizer import TooManyTokens
 from protocol.messages import excess_of_prompt_logprobs

@@ -14,8 +14,8 @@ import tokenizers
 from gateway.byte_level import BYTES_OF_CHARACTERS
 from gateway.chat_template import RenderedChat
 from gateway.detokenizer import Detokenizer
-from gateway.encodings import Steps, finished
 from gateway.least_tokens import LeastTokens
+from gateway.steps import Steps, finished
 from gateway.text_cuts import SLICE_CHARACTERS, find_cuts, slices
 from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
 

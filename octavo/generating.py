@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway.engine import Delta, Engine, Generation, GenerationRequest, Refused
+from gateway.delta import Delta
+from gateway.engine import Engine, Generation, GenerationRequest, Refused
 from gateway.tokenizer import Tokenizer
 from octavo.errors import GenerationFailedError
 from octavo.outputs import Collected, RequestOutput, request_output

@@ -12,7 +12,6 @@ from typing import Any, SupportsIndex, TypedDict, cast
 import msgspec
 
 from gateway.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
-from gateway.encodings import finished
 from gateway.engine import GenerationRequest
 from gateway.invalid_field import invalid_field
 from gateway.model import Model
@@ -23,6 +22,7 @@ from gateway.openai_completions import DEFAULT_MAX_TOKENS
 from gateway.openai_types import ChatRequest, without_nulls
 from gateway.prepare import prepare
 from gateway.request_error import RequestError
+from gateway.steps import finished
 from octavo.sampling_params import SamplingParams
 from protocol.messages import Ready
 

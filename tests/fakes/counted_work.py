@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from gateway.encodings import Steps
+from gateway.steps import Steps
 
 
 class Work:

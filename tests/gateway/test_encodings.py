@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from gateway.encodings import MAX_LONG, SHORT_CHARACTERS, Encodings, Steps, finished
+from gateway.encodings import MAX_LONG, SHORT_CHARACTERS, Encodings
 from gateway.request_error import RequestError
+from gateway.steps import Steps, finished
 from gateway.tokenizer import Tokenizer
 from tests.fakes.counted_work import Work
 

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.encodings import finished
+from gateway.steps import finished
 from gateway.text_cuts import SLICE_CHARACTERS, find_cuts, slices
 from gateway.tokenizer import Tokenizer, TooManyTokens
 
