@@ -16,7 +16,7 @@ from kernels.choice import ChosenBackend, choose_backend  # before torch
 import torch
 
 from executor.__main__ import FIELDS
-from executor.dtypes import choose_dtype, choose_kv_dtype
+from executor.dtypes import choose_dtype, choose_kv_dtype, kv_dtype_of
 from executor.footprint import (
     Footprint,
     borrowed_footprint,
@@ -110,7 +110,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
         num_ranks=config.tensor_parallel_size,
         form=forms.description,
         dtype=dtype,
-        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, "triton"),
+        kv_dtype=kv_dtype_of(config.kv_cache_dtype, dtype),
         checkpoint_dtype=model.dtype,
         max_model_len=max_model_len,
     )
@@ -145,7 +145,7 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
         name=name,
         dtype=dtype,
         dtype_reason=reason,
-        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name),
+        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, dtype, chosen),
         usable_bytes=usable,
         room_bytes=room_bytes,
         room_reason=share_reason,

@@ -2,6 +2,8 @@
 
 import torch
 
+from kernels.choice import ChosenBackend
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -21,16 +23,20 @@ def choose_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.de
     return checkpoint_dtype, f"the checkpoint is {name}"
 
 
-def choose_kv_dtype(requested: str, dtype: torch.dtype, backend_name: str) -> torch.dtype:
-    """Return the dtype of the KV cache; `requested` is `Config.kv_cache_dtype`, `dtype` that of the activations.
+def kv_dtype_of(requested: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that `requested`, a `Config.kv_cache_dtype`, means where activations have `dtype`."""
+    return dtype if requested == "auto" else torch.float8_e4m3fn
 
-    Raises ValueError for fp8 with kernels that cannot read it.
+
+def choose_kv_dtype(requested: str, dtype: torch.dtype, chosen: ChosenBackend) -> torch.dtype:
+    """Return the dtype of the KV cache, as `kv_dtype_of` does.
+
+    Raises ValueError for a dtype that the kernels cannot read.
     """
-    if requested == "auto":
-        return dtype
-    if backend_name == "cpu":
+    kv_dtype = kv_dtype_of(requested, dtype)
+    if kv_dtype not in chosen.backend.kv_dtypes(dtype):
         raise ValueError(
-            "kv_cache_dtype fp8 is not supported by the cpu kernels: set --kv-cache-dtype to auto, or"
-            " --attention-backend to triton or reference"
+            f"kv_cache_dtype {requested} is not supported by the {chosen.name} kernels: set --kv-cache-dtype to auto,"
+            " or --attention-backend to triton or reference"
         )
-    return torch.float8_e4m3fn
+    return kv_dtype

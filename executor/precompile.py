@@ -2,7 +2,7 @@
 
 import sys
 
-from kernels.choice import available_backends  # before torch
+from kernels.choice import available_backends, choose_backend  # before torch
 
 # isort: split
 import torch
@@ -11,10 +11,11 @@ from executor.warm_up import compile_kernels
 
 
 def main() -> int:
-    """Fill the user's cache for this CPU; what another dtype needs is left to its first start. Return 0."""
-    best_backend = next(iter(available_backends()))
-    if best_backend == "cpu":
-        compile_kernels(torch.bfloat16, has_panels=True, has_program=True)
+    """Fill the user's cache for this CPU; the kernels of another dtype are left to its first start. Return 0."""
+    backend = choose_backend(next(iter(available_backends()))).backend
+    product = backend.pack_linear(torch.zeros(32, 32, dtype=torch.bfloat16))
+    has_program = backend.program_of([product]) is not None
+    compile_kernels(backend.compilation_for(torch.bfloat16, [product], has_program))
     return 0
 
 

@@ -59,10 +59,6 @@ class StepProgress:
     step_id: int = 0
     layers_done: int = 0
 
-    def count_layer(self, *_: object) -> None:
-        """Count one more layer; a forward hook of each."""
-        self.count_layers(1)
-
     def count_layers(self, num_layers: int) -> None:
         """Count more layers, that were done in one call."""
         self.layers_done += num_layers

@@ -26,8 +26,7 @@ from executor.memory import (
     size_pool,
     total_bytes,
 )
-from executor.models import Decoder, LoadedModel, ModelConfig, ModelDescription, load_model, read_model_config
-from executor.models.compiled import compile_decoder
+from executor.models import LoadedModel, ModelConfig, ModelDescription, compile_model, load_model, read_model_config
 from executor.models.split import check_size, num_kv_heads_of_rank
 from executor.parallel import ALONE, TensorParallel
 from executor.runner import ModelRunner
@@ -37,7 +36,6 @@ from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm
 from kernels import cpu
 from kernels.backend import Backend
 from kernels.choice import ChosenBackend, choose_backend
-from kernels.cpu import PanelLinear
 from protocol.config import FIELDS, Config
 from protocol.lifeline import Heart
 from protocol.messages import ExecutorReady
@@ -88,8 +86,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     with phase("weights"):
         model = _load(config, choices, chosen.backend, device, parallel)
         fingerprint = _fingerprint(config, choices)
-        if isinstance(model, Decoder):
-            model.compiled = compile_decoder(model)
+        has_program = compile_model(model)
     weight_bytes = _weight_bytes(model)
     max_model_len = choices.max_model_len
     with phase("KV pool"):
@@ -97,16 +94,17 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
         runner = make_runner(
             config, model, max_model_len, choices.kv_dtype, chosen.backend, device_of(device), parallel
         )
-    if chosen.name == "cpu":
+    compilation = chosen.backend.compilation_for(choices.dtype, model.products, has_program)
+    if compilation.calls:
         with phase("kernels"):
-            compile_in_turn(choices.dtype, parallel, _has_panels(model), _is_compiled(model))
+            compile_in_turn(compilation, parallel)
     with phase("warm-up"):
         warm_up(runner, max_model_len)
-    if chosen.name == "triton" and device.type == "cuda" and not config.enforce_eager:
+    if chosen.backend.can_be_recorded() and device.type == "cuda" and not config.enforce_eager:
         with phase("CUDA graphs"):
             capture_graphs(runner, config.max_num_seqs, max_model_len)
     progress = StepProgress(heart or Heart())
-    watch(model, progress)
+    model.watch_layers(progress.count_layers)
     description = ExecutorReady(
         executor_incarnation=new_identity(),
         num_blocks=runner.num_blocks,
@@ -142,7 +140,7 @@ def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choi
     num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
     cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
-    choices = Choices(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen.name))
+    choices = Choices(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen))
     if config.rank == 0:  # which says it for all
         _refuse_impossible(config, choices, device)
         _refuse_too_large(config, choices, chosen, device)
@@ -207,22 +205,6 @@ def _fingerprint(config: Config, choices: Choices) -> str:
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
     )
-
-
-def _has_panels(model: LoadedModel) -> bool:
-    return any(isinstance(packed, PanelLinear) for packed in model.products)
-
-
-def _is_compiled(model: LoadedModel) -> bool:
-    return isinstance(model, Decoder) and model.compiled is not None
-
-
-def watch(model: LoadedModel, progress: StepProgress) -> None:
-    """Let `progress` count each layer of a step, whichever form of the model does it."""
-    for layer in model.layers:
-        layer.register_forward_hook(progress.count_layer)
-    if isinstance(model, Decoder) and model.compiled is not None:
-        model.compiled.on_layers = progress.count_layers
 
 
 def _weight_bytes(model: LoadedModel) -> int:

@@ -1,8 +1,8 @@
 """What is done once, before the first request: kernels compiled, steps that no scheduler planned, graphs recorded."""
 
 import logging
+import time
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -10,8 +10,7 @@ from executor.graphs import DecodeGraphs, batch_sizes, table_widths
 from executor.inputs import StepInputs
 from executor.parallel import TensorParallel
 from executor.runner import ModelRunner
-from kernels.cpu.jit import cache_directory
-from kernels.cpu.warm_up import warm_up as compile_each
+from kernels.backend import Compilation
 from protocol.config import Config
 from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
 from protocol.sampling import Sampling
@@ -23,26 +22,26 @@ FIRST_START = "compiling kernels, as a first start does: about half a minute"
 SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
 
 
-def compile_in_turn(dtype: torch.dtype, parallel: TensorParallel, has_panels: bool, has_program: bool) -> None:
-    """Let rank 0 fill the user's cache before the others read it, rather than all compile the same at once."""
+def compile_in_turn(compilation: Compilation, parallel: TensorParallel) -> None:
+    """Let rank 0 fill the user's cache before the others read it, so that not all of them compile the same kernels."""
     if parallel.rank > 0:
         parallel.wait()
-    compile_kernels(dtype, has_panels, has_program)
+    compile_kernels(compilation)
     if parallel.rank == 0:
         parallel.wait()
 
 
-def compile_kernels(dtype: torch.dtype, has_panels: bool, has_program: bool) -> None:
-    """Compile the CPU's kernels for `dtype`, or load them from the user's cache, with a bar if it is a terminal."""
-    with tqdm(
-        compile_each(dtype, has_panels, has_program), desc="kernels", unit=" kernels", disable=None, leave=False
-    ) as compiled:
-        was_said = not any(cache_directory().rglob("*.nbc"))
-        if was_said:
-            logger.info(FIRST_START)
-        for name, seconds in compiled:
-            compiled.set_postfix_str(name)
-            if seconds > SLOW_COMPILE_S and not was_said:
+def compile_kernels(compilation: Compilation) -> None:
+    """Make the calls of the compilation, with a bar if stderr is a terminal."""
+    was_said = compilation.is_first
+    if was_said:
+        logger.info(FIRST_START)
+    with tqdm(compilation.calls, desc="kernels", unit=" kernels", disable=None, leave=False) as calls:
+        for name, compile_kernel in calls:
+            started_s = time.monotonic()
+            compile_kernel()
+            calls.set_postfix_str(name)
+            if time.monotonic() - started_s > SLOW_COMPILE_S and not was_said:
                 logger.info(FIRST_START)
                 was_said = True
 

@@ -9,11 +9,13 @@ The cache, for each layer
     k_cache_NKDP  keys; within a block and head the P tokens of one component lie side by side
     v_cache_NKPD  values; within a block and head the D components of one token lie side by side
 A token's slot is block * P + its offset in the block. Both caches are contiguous, in the dtype of q, k and v, or in
-float8_e4m3fn where a backend says so. What a cache holds in slots that nobody reads is never looked at.
+another that `kv_dtypes` names. The content of slots that no query reads has no effect.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +36,106 @@ class PackedLinear(Protocol):
         """What it takes in memory."""
 
 
+class Compilation(NamedTuple):
+    """Kernels that are to be compiled, or loaded from the user's cache, before they are first used."""
+
+    calls: list[tuple[str, Callable[[], object]]]  # each compiles the kernel of that name
+    is_first: bool  # the user's cache has no kernels
+
+
+class Program(Protocol):
+    """The layers of a decoder, written down once and then computed in one call.
+
+    Each function adds an operation: it means what the Backend's function of that name means, but writes its result
+    into the tensor named out. The program holds all these tensors, whose addresses it knows. They have room for
+    `num_rows` tokens, and a run uses the first rows of them.
+    """
+
+    num_rows: int
+
+    @property
+    def num_operations(self) -> int:
+        """Return how many operations are written so far."""
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for `num_rows` rows of `shape`, in the program's dtype or another."""
+
+    def embedding(self, weight: Any, out_TE: Tensor) -> None:
+        """Write the rows of a weight, plain or packed, that the step's tokens name."""
+
+    def clear(self, out_TE: Tensor) -> None:
+        """Make rows of float32 zero."""
+
+    def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None: ...
+
+    def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float, out_THD: Tensor) -> None: ...
+
+    def linear(self, x_TE: Tensor, layers: Sequence[Any], out_TN: Tensor) -> None:
+        """Write the products with several packed layers side by side."""
+
+    def rotate_and_store_kv(
+        self,
+        q_THD: Tensor,
+        k_TKD: Tensor,
+        v_TKD: Tensor,
+        cos_sin_PR: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+    ) -> None: ...
+
+    def store_kv(self, k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor) -> None: ...
+
+    def paged_attention(
+        self,
+        q_THD: Tensor,
+        k_cache_NKDP: Tensor,
+        v_cache_NKPD: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        alibi_slopes_H: Tensor | None,
+        out_THD: Tensor,
+    ) -> None: ...
+
+    def silu_and_mul(self, gate_up_T2I: Tensor, out_TI: Tensor) -> None: ...
+
+    def end_layer(self) -> None:
+        """Let a run come back to Python here if it has computed much."""
+
+    def run(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        slot_mapping_T: Tensor,
+        block_tables_SM: Tensor,
+        cu_seqlens_q: Tensor,
+        seq_lens_S: Tensor,
+        on_layers: Callable[[int], object],
+        times_ns: np.ndarray | None = None,
+    ) -> None:
+        """Compute all operations for the step's tokens.
+
+        `on_layers` is told after each call how many layers it ended. `times_ns` (int64, a place for each operation) is
+        added to. Raises ValueError or IndexError as the functions of Backend do, before anything is computed.
+        """
+
+
 class Backend(Protocol):
-    """The functions that a model is made of; a module of this package has them."""
+    """Functions that a module of this package has: first what the start of an executor asks, then those of a model."""
+
+    def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+        """Return the dtypes that a KV cache may have where activations have `dtype`."""
+
+    def can_be_recorded(self) -> bool:
+        """Return whether no function waits for the device, so that a CUDA graph can hold a step."""
+
+    def program_of(self, products: Iterable[PackedLinear]) -> Callable[[int, torch.dtype], Program] | None:
+        """Return what makes a Program for a number of rows and a dtype; None if the backend has none for `products`."""
+
+    def compilation_for(self, dtype: torch.dtype, products: Iterable[PackedLinear], has_program: bool) -> Compilation:
+        """Return how to compile what a model of `dtype` needs before its first step.
+
+        The model multiplies with `products`; its layers are a Program if `has_program`.
+        """
 
     def store_kv(
         self, k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor

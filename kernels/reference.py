@@ -3,6 +3,7 @@
 Signatures, shapes and legend are those of `kernels.backend`. All arithmetic is in float32, also that of products.
 """
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +12,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import philox
-from kernels.backend import MASKED_LOGIT
+from kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
 from kernels.groupwise import GroupwiseWeight
+
+
+def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype, torch.float8_e4m3fn)
+
+
+def can_be_recorded() -> bool:
+    return False
+
+
+def program_of(products: Iterable[PackedLinear]) -> None:
+    return None
+
+
+def compilation_for(dtype: torch.dtype, products: Iterable[PackedLinear], has_program: bool) -> Compilation:
+    """See `kernels.backend`: nothing is compiled, or not before it is used."""
+    return Compilation([], is_first=False)
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:

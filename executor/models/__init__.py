@@ -11,6 +11,7 @@ import torch
 
 from executor.checkpoint import Checkpoint
 from executor.gguf import GGUFWeights
+from executor.models.compiled import compile_decoder
 from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
 from executor.models.decoder import Decoder
 from executor.models.interface import LoadedModel, Model, ModelDescription
@@ -29,6 +30,7 @@ __all__ = [
     "ModelConfig",
     "ModelDescription",
     "TensorParallel",
+    "compile_model",
     "load_model",
     "read_model_config",
 ]
@@ -105,6 +107,14 @@ def load_model(
             source = renamed(checkpoint, config)
             load(source, tied=agreed_ties(model.tied, source), rounded_bits=rounded_bits)
     return model
+
+
+def compile_model(model: LoadedModel) -> bool:
+    """Let a program of the backend compute the model's layers, where there is one. Return whether there is."""
+    if not isinstance(model, Decoder):
+        return False
+    model.compiled = compile_decoder(model)
+    return model.compiled is not None
 
 
 def dummy_bits(quantization: Quantization | None) -> int | None:

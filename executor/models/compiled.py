@@ -1,11 +1,11 @@
-"""The Llama family's decoder as one program for the CPU: a step but for the head in one call.
+"""The Llama family's decoder as one program of the backend: a step but for the head in one call.
 
-This page follows `executor.models.decoder`, line by line, and computes the same bits; that one is the truth. It stands
-in for it where all weights of the layers are in panels and no other rank takes part.
+This page follows `executor.models.decoder` line by line and computes the same bits; `executor.models.decoder` is the
+truth. A decoder is compiled where the backend has a program for its weights and no other rank takes part.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -15,10 +15,11 @@ from executor.inputs import StepInputs
 from executor.memory import KVCaches
 from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
 from executor.models.layers import Linear, RMSNorm, VocabParallelEmbedding
-from kernels import cpu
-from kernels.cpu import PanelLinear, Program
+from kernels.backend import Program
 
 # T tokens of this step, E hidden size, H query heads, K key/value heads, D head size, I intermediate size
+
+NewProgram = Callable[[int, torch.dtype], Program]  # of a number of rows and a dtype
 
 
 class CompiledDecoder:
@@ -27,8 +28,9 @@ class CompiledDecoder:
     The program is written for a number of rows and for the KV caches; for more rows, or others, it is written anew.
     """
 
-    def __init__(self, stack: DecoderStack) -> None:
+    def __init__(self, stack: DecoderStack, new_program: NewProgram) -> None:
         self._stack = stack
+        self._new_program = new_program
         self._kv_caches: KVCaches = []
         self._written: Written | None = None
         self.on_layers: Callable[[int], object] = lambda num_layers: None  # is told how many layers were just done
@@ -65,7 +67,8 @@ class CompiledDecoder:
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:
             self._written = None  # its memory is free before there is more
-            self._written = Written(self._stack, kv_caches, 1 << max(0, num_tokens - 1).bit_length())
+            program = self._new_program(1 << max(0, num_tokens - 1).bit_length(), self._stack.norm.weight.dtype)
+            self._written = Written(program, self._stack, kv_caches)
             self._kv_caches = kv_caches
         return self._written
 
@@ -73,8 +76,8 @@ class CompiledDecoder:
 class Written:
     """A program, and the memory that all of its layers share."""
 
-    def __init__(self, stack: DecoderStack, kv_caches: KVCaches, num_rows: int) -> None:
-        self.program = program = Program(num_rows, stack.norm.weight.dtype)
+    def __init__(self, program: Program, stack: DecoderStack, kv_caches: KVCaches) -> None:
+        self.program = program
         self.parts: list[str] = []  # of the model, to which the program's operations belong
         hidden_size = len(stack.norm.weight)
         self.x_TE, self.normed_TE = program.new(hidden_size), program.new(hidden_size)
@@ -85,8 +88,8 @@ class Written:
         self.qkv_TXD = program.new(heads[0] + 2 * heads[1], head_dim)
         self.out_THD = program.new(heads[0], head_dim)
         self.q_THD, self.k_TKD = (program.new(num, head_dim) for num in heads)
-        self.gate_up_T2I = program.new(_num_outputs(mlp.gate_up_proj))
-        self.activated_TI = program.new(_num_outputs(mlp.gate_up_proj) // 2)
+        self.gate_up_T2I = program.new(mlp.gate_up_proj.out_features)
+        self.activated_TI = program.new(mlp.gate_up_proj.out_features // 2)
         self._embed(stack.embed_tokens)
         for layer, kv_cache in zip(layers, kv_caches, strict=True):
             self._add_norm(layer.input_layernorm)
@@ -97,8 +100,7 @@ class Written:
         self._add_norm(stack.norm)
 
     def _embed(self, embedding: VocabParallelEmbedding) -> None:
-        packed = embedding.packed
-        self.program.embedding(packed if isinstance(packed, PanelLinear) else embedding.weight, self.x_TE)
+        self.program.embedding(embedding.weight if embedding.packed is None else embedding.packed, self.x_TE)
         self.program.clear(self.residual_TE)
         self._note("embedding")
 
@@ -107,7 +109,7 @@ class Written:
         self._note("norms")
 
     def _add_linear(self, part: str, x_TE: Tensor, linear: Linear, out_TN: Tensor) -> None:
-        self.program.linear(x_TE, _packed(linear), out_TN)
+        self.program.linear(x_TE, linear.packed, out_TN)
         self._note(part)
 
     def _note(self, part: str) -> None:
@@ -150,20 +152,11 @@ def compile_decoder(decoder: Decoder) -> CompiledDecoder | None:
     """Return what runs the layers of a decoder that is loaded, or None where there is no program for it."""
     stack = decoder.model
     linears = [module for layer in _layers(stack) for module in layer.modules() if isinstance(module, Linear)]
-    if stack.norm.backend is not cpu or decoder.lm_head.parallel.world_size > 1:
+    new_program = stack.norm.backend.program_of(packed for linear in linears for packed in linear.packed)
+    if new_program is None or decoder.lm_head.parallel.world_size > 1:
         return None
-    if not all(isinstance(packed, PanelLinear) for linear in linears for packed in linear.packed):
-        return None
-    return CompiledDecoder(stack)
+    return CompiledDecoder(stack, new_program)
 
 
 def _layers(stack: DecoderStack) -> list[DecoderLayer]:
     return [layer for layer in stack.layers if isinstance(layer, DecoderLayer)]
-
-
-def _packed(linear: Linear) -> Sequence[PanelLinear]:
-    return [packed for packed in linear.packed if isinstance(packed, PanelLinear)]
-
-
-def _num_outputs(linear: Linear) -> int:
-    return sum(packed.num_outputs for packed in _packed(linear))

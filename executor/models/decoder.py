@@ -14,6 +14,7 @@ from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
 from executor.models.alibi import alibi_slopes
 from executor.models.config import ModelConfig
+from executor.models.interface import watch_each
 from executor.models.layers import (
     ColumnParallelLinear,
     LMHead,
@@ -187,6 +188,12 @@ class Decoder(Module):
     def products(self) -> list[PackedLinear]:
         """Return what the backend made of weights, each once."""
         return packed_weights(self)
+
+    def watch_layers(self, count_layers: Callable[[int], object]) -> None:
+        """Call `count_layers` in each forward pass with the number of layers that were just done, in either form."""
+        watch_each(self.layers, count_layers)
+        if self.compiled is not None:
+            self.compiled.on_layers = count_layers
 
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
         """Return hidden_TE after the final norm; stores the step's keys and values in `kv_caches`."""

@@ -1,6 +1,6 @@
 """What both tiers of models are to the rest of the executor: a description before the weights, and a model after."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -78,5 +78,18 @@ class LoadedModel(Model, Protocol):
     def products(self) -> list[PackedLinear]:
         """What the backend made of weights, each once."""
 
+    def watch_layers(self, count_layers: Callable[[int], object]) -> None:
+        """Call `count_layers` in each forward pass with the number of layers that were just done."""
+
     def parameters(self) -> Iterable[Tensor]:
         """Return the weights that are not in `products`."""
+
+
+def watch_each(layers: Iterable[nn.Module], count_layers: Callable[[int], object]) -> None:
+    """Call `count_layers` with 1 after each call of one of the layers."""
+
+    def count(*_: object) -> None:
+        count_layers(1)
+
+    for layer in layers:
+        layer.register_forward_hook(count)

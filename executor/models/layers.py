@@ -82,6 +82,7 @@ class Linear(WeightModule):
     def __init__(self, in_features: int, out_features: int, bias: bool, backend: Backend) -> None:
         super().__init__()
         self.backend = backend
+        self.out_features = out_features  # of this rank
         self.weight = _parameter(out_features, in_features)
         self.bias = _parameter(out_features) if bias else None
         self.adds_bias = bias

@@ -8,12 +8,14 @@ into chunks, and for any block size, block table and number of threads.
 from kernels.cpu import jit as jit  # before torch
 
 # isort: split
+from collections.abc import Iterable
+
 import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import MASKED_LOGIT
+from kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
 from kernels.cpu import attention, edits, pointwise, sampling
 from kernels.cpu.checks import (
     address_of_heads,
@@ -37,14 +39,18 @@ __all__ = [
     "PanelLinear",
     "Program",
     "add_rms_norm",
+    "can_be_recorded",
+    "compilation_for",
     "draw",
     "edit_logits",
     "embedding",
     "gather_logprobs",
+    "kv_dtypes",
     "largest",
     "linear",
     "pack_linear",
     "paged_attention",
+    "program_of",
     "rms_norm",
     "rotate_and_store_kv",
     "scale_to_probs",
@@ -67,6 +73,27 @@ def set_num_threads(num_threads: int) -> None:
         )
     numba.set_num_threads(num_threads)
     torch.set_num_threads(num_threads)
+
+
+def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    return (dtype,)
+
+
+def can_be_recorded() -> bool:
+    return False
+
+
+def program_of(products: Iterable[PackedLinear]) -> type[Program] | None:
+    """See `kernels.backend`: a Program multiplies with panels only."""
+    return Program if all(isinstance(packed, PanelLinear) for packed in products) else None
+
+
+def compilation_for(dtype: torch.dtype, products: Iterable[PackedLinear], has_program: bool) -> Compilation:
+    from kernels.cpu.warm_up import compiling_calls  # which calls the functions of this module
+
+    has_panels = any(isinstance(packed, PanelLinear) for packed in products)
+    is_first = not any(jit.cache_directory().rglob("*.nbc"))
+    return Compilation(list(compiling_calls(dtype, has_panels, has_program)), is_first)
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:

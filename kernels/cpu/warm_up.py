@@ -1,6 +1,5 @@
 """Compile all kernels before the first request needs them."""
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -12,18 +11,16 @@ from kernels.cpu import OPERATIONS, Program, panel_linear
 from kernels.groupwise import GroupwiseWeight
 
 
-def warm_up(dtype: torch.dtype, has_panels: bool, has_program: bool = False) -> Iterator[tuple[str, float]]:
-    """Compile each kernel for `dtype` (float32 or bfloat16), or load it from the cache; yield its name and seconds.
+def compiling_calls(
+    dtype: torch.dtype, has_panels: bool, has_program: bool
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the name of each kernel for `dtype` (float32 or bfloat16), and a call that compiles the kernel or loads it.
 
-    Those of quantized layers only if the model has some; in the place of those of plain ones the operations of programs
-    if there is a program that does the layers.
+    The kernels of panels are among them if `has_panels`. A program needs its operations instead of the kernels of plain
+    layers.
     """
     of_layers = _operations(dtype) if has_program else _calls(dtype)
-    calls = chain(of_layers, _sampling_calls(), _panel_calls() if has_panels else ())
-    for name, call in calls:
-        start = time.perf_counter()
-        call()
-        yield name, time.perf_counter() - start
+    return chain(of_layers, _sampling_calls(), _panel_calls() if has_panels else ())
 
 
 def _calls(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -73,12 +70,15 @@ def _edits(num_rows: int, num_entries: int) -> tuple[torch.Tensor, ...]:
 def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], object]]]:
     for operation in OPERATIONS:
         yield operation.name, partial(operation.compiled, dtype)
+    yield "program", partial(_run_program, dtype)
+
+
+def _run_program(dtype: torch.dtype) -> None:
     program = Program(1, dtype)
     program.silu_and_mul(program.new(32), program.new(16))
     zeros = torch.zeros(2, dtype=torch.int32)
     first = zeros.long()[:1]
-    inputs = (first, first, first, zeros.view(1, 2), zeros, zeros[:1])
-    yield "program", partial(program.run, *inputs, on_layers=lambda num_layers: None)
+    program.run(first, first, first, zeros.view(1, 2), zeros, zeros[:1], on_layers=lambda num_layers: None)
 
 
 def _panel_calls() -> Iterator[tuple[str, Callable[[], object]]]:

@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
-from kernels.reference import largest, top_k
+from kernels.reference import compilation_for, kv_dtypes, largest, program_of, top_k
 from kernels.triton.activations import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.drawing import draw
@@ -23,14 +23,18 @@ from kernels.triton.sampling import gather_logprobs, scale_to_probs, uniform
 
 __all__ = [
     "add_rms_norm",
+    "can_be_recorded",
+    "compilation_for",
     "draw",
     "edit_logits",
     "embedding",
     "gather_logprobs",
+    "kv_dtypes",
     "largest",
     "linear",
     "pack_linear",
     "paged_attention",
+    "program_of",
     "rms_norm",
     "rotate_and_store_kv",
     "scale_to_probs",
@@ -39,3 +43,7 @@ __all__ = [
     "top_k",
     "uniform",
 ]
+
+
+def can_be_recorded() -> bool:
+    return True

@@ -304,8 +304,8 @@ def test_what_a_step_and_the_wait_before_it_took_is_measured(link):
 def test_progress_is_told_while_the_main_thread_is_busy(context):
     """The test's own thread stands for the main thread: it takes no turn at all."""
     progress = StepProgress(step_id=7)
-    progress.count_layer()
-    progress.count_layer("module", "inputs", "output")
+    progress.count_layers(1)
+    progress.count_layers(1)
     with (
         FakeBackend() as scheduler,
         ProgressReporter(context, scheduler.address, None, EXECUTOR, progress, lambda: 4096),
@@ -318,7 +318,7 @@ def test_the_step_that_runs_is_the_one_that_progress_names(link):
 
     class Watching(CacheModel):
         def forward(self, inputs, kv_caches):
-            link.progress.count_layer()
+            link.progress.count_layers(1)
             seen.append((link.progress.step_id, link.progress.layers_done))
             return super().forward(inputs, kv_caches)
 

@@ -15,7 +15,6 @@ from executor.models.compiled import Written, compile_decoder
 from executor.models.config import ModelConfig
 from executor.quantization import round_weight
 from executor.server import StepProgress
-from executor.startup import watch
 from kernels import cpu, reference
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding
@@ -89,7 +88,7 @@ def test_layers_are_counted(config: ModelConfig) -> None:
     model = load(config, torch.float32)
     for form in (None, compile_decoder(model)):
         model.compiled, progress = form, StepProgress()
-        watch(model, progress)
+        model.watch_layers(progress.count_layers)
         PagedDecoding(model, 4, 4, torch.float32).step({0: [1, 2, 3]})
         assert progress.layers_done == 3
 
@@ -118,7 +117,8 @@ def test_each_operation_belongs_to_a_part(config: ModelConfig) -> None:
     for layer in model.model.layers:
         packed = [cpu.pack_linear(round_weight(torch.randn(size, 64), 4)) for size in (64, 32, 32)]
         layer.self_attn.qkv_proj.packed = packed
-    written = Written(model.model, PagedDecoding(model, 4, 4, torch.float32)._kv_caches, 1)
+    kv_caches = PagedDecoding(model, 4, 4, torch.float32)._kv_caches
+    written = Written(cpu.Program(1, torch.float32), model.model, kv_caches)
     layer_parts = [NORMS, *6 * ["qkv_proj"], NORMS, NORMS, KV_STORE, KV_STORE, ATTENTION, "o_proj"]
     layer_parts += [NORMS, "gate_up_proj", "activation", "down_proj"]
     assert written.parts == [*2 * ["embedding"], *3 * layer_parts, NORMS]

@@ -87,8 +87,8 @@ def test_the_cpu_kernels_refuse_an_fp8_cache_by_name(checkpoint):
     config = Config(model=str(checkpoint), kv_cache_dtype="fp8", attention_backend="cpu")
     with pytest.raises(ValueError, match="kv_cache_dtype fp8 is not supported by the cpu kernels"):
         start_executor(config)
-    assert choose_kv_dtype("auto", torch.bfloat16, "cpu") == torch.bfloat16
-    assert choose_kv_dtype("fp8", torch.bfloat16, "triton") == FP8
+    assert choose_kv_dtype("auto", torch.bfloat16, choose_backend("cpu")) == torch.bfloat16
+    assert choose_kv_dtype("fp8", torch.bfloat16, REFERENCE) == FP8
 
 
 def test_graphs_are_recorded_for_every_size_and_used(decoder):

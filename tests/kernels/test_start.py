@@ -15,7 +15,7 @@ from kernels import cpu
 from kernels.cpu import panel_products, program_kernels
 from kernels.cpu.checks import LIKE
 from kernels.cpu.jit import cache_directory
-from kernels.cpu.warm_up import warm_up
+from kernels.cpu.warm_up import compiling_calls
 
 COMPUTE = """
 import {module}
@@ -111,11 +111,11 @@ def called_from_python(module: ModuleType) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
-    plain_names = [name for name, _ in warm_up(dtype, has_panels=False)]
+    plain_names = compile_all(dtype, has_panels=False)
     assert len(plain_names) == len(set(plain_names)) == 23
-    names = [name for name, _ in warm_up(dtype, has_panels=True)]
+    names = compile_all(dtype, has_panels=True)
     assert names == [*plain_names, "panel linear", "panel embedding"]
-    of_program = [name for name, _ in warm_up(dtype, has_panels=True, has_program=True)]
+    of_program = compile_all(dtype, has_panels=True, has_program=True)
     assert of_program == [*(operation.name for operation in cpu.OPERATIONS), "program", *SAMPLING, *names[-2:]]
     assert len(program_kernels.run.signatures) == 1
     kernels = called_from_python(cpu.pointwise) | called_from_python(cpu.attention)
@@ -126,6 +126,15 @@ def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     assert len(cpu.pointwise.first_outside.signatures) == 1
     for name, kernel in (called_from_python(cpu.sampling) | called_from_python(cpu.edits)).items():
         assert len(kernel.signatures) == 1, name
+
+
+def compile_all(dtype: torch.dtype, *, has_panels: bool, has_program: bool = False) -> list[str]:
+    """Compile what a start compiles; return the names."""
+    names = []
+    for name, compile_kernel in compiling_calls(dtype, has_panels, has_program):
+        compile_kernel()
+        names.append(name)
+    return names
 
 
 @pytest.mark.parametrize("num_threads", [0, 1_000_000])

@@ -13,6 +13,7 @@ from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
 from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
+from executor.models.interface import watch_each
 from executor.quantization import round_weight
 from kernels.backend import Backend, PackedLinear
 from kernels.groupwise import GroupwiseWeight
@@ -72,6 +73,10 @@ class BorrowedDecoder(nn.Module):
     def products(self) -> list[PackedLinear]:
         """Return what the backend made of weights, each once."""
         return [module.packed for module in self.modules() if isinstance(module, BackendLinear)]
+
+    def watch_layers(self, count_layers: Callable[[int], object]) -> None:
+        """Call `count_layers` in each forward pass with the number of layers that were just done."""
+        watch_each(self.layers, count_layers)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, kv_caches: KVCaches) -> Tensor:
