@@ -36,7 +36,7 @@ from protocol.messages import (
 )
 from protocol.sampling import Sampling
 from protocol.sockets import bind_router, connect_dealer
-from scheduler.frontend import Frontend, Service
+from scheduler.frontend import Frontend, Offer
 from scheduler.measures import Measures
 from scheduler.scheduler import Limits, PlannedStep, Scheduler
 
@@ -120,7 +120,7 @@ class Rig:
         self._scheduler, self._gateway = scheduler, gateway
         self._measures = Measures()
         self._frontend = Frontend(router, Config(), time.monotonic)
-        self._frontend.offer(Service(scheduler, VOCAB_SIZE, self._ready, self._measures))
+        self._frontend.offer(Offer(scheduler, VOCAB_SIZE, self._ready, self._measures))
         self._in_flight: PlannedStep | None = None
         self._hello_seq = self._num_requests = 0
         self.num_received: dict[str, int] = {}  # tokens, of the requests that have not ended

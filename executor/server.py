@@ -195,7 +195,7 @@ class Server:
         try:
             message = decode_to_executor(frame)
         except msgspec.MsgspecError as error:
-            logger.warning("dropped a message that is none: %s", error)
+            logger.warning("dropped a malformed message: %s", error)
             return
         if message.executor_incarnation != self._description.executor_incarnation:
             logger.debug("dropped a %s for another life of this executor", type(message).__name__)

@@ -37,7 +37,9 @@ def main() -> int:
             signal.signal(number, lambda *_: server.stop())
         server.run(heart)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # what is left takes a moment, and needs no second request
+            signal.signal(
+                number, signal.SIG_IGN
+            )  # the rest of the shutdown takes a moment; a second signal must not disturb it
     return 0
 
 

@@ -11,7 +11,7 @@ from scheduler.blocks import BlockManager
 from scheduler.interface import Counters, Update
 from scheduler.limits import Limits
 from scheduler.prefix import PrefixCache
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import PlannedShare, Sequence
 from scheduler.sizes import share_bytes
 from scheduler.suspects import Suspects
 from scheduler.tenants import TenantUsage
@@ -24,7 +24,7 @@ QUEUE_KEY = attrgetter("queue_key")
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     step_id: int
-    shares: list[Share]
+    shares: list[PlannedShare]
     forget: list[int]
 
 
@@ -113,7 +113,7 @@ class Accounts:
             sequence.in_flight[-1].held_blocks = block_table
             self.num_held_blocks += len(block_table)
 
-    def release_held(self, share: Share) -> None:
+    def release_held(self, share: PlannedShare) -> None:
         """Release the blocks that a share held until its step was done."""
         assert share.held_blocks is not None
         self.num_held_blocks -= len(share.held_blocks)

@@ -1,4 +1,4 @@
-"""From a Submit to a Sequence: what only the scheduler can refuse, and what would take an executor down. Pure."""
+"""From a Submit to a Sequence. Refuses what only the scheduler can know, and what would crash an executor. Pure."""
 
 from array import array
 from collections.abc import Collection
@@ -8,11 +8,11 @@ from scheduler.sequence import Prompt, Sequence
 
 
 class SubmitError(ValueError):
-    """The request can never be served; says why."""
+    """Why the request can never be served."""
 
 
 def make_prompt(submit: Submit, vocab_size: int) -> Prompt:
-    """Return the prompt that `submit` brings. Raises SubmitError if it is empty, or not of a vocabulary's ids."""
+    """Return the prompt that `submit` brings. Raises SubmitError if it is empty or has an unknown id."""
     prompt_token_ids = _ids(submit.prompt_token_ids, "prompt_token_ids", vocab_size)
     if not prompt_token_ids:
         raise SubmitError("the prompt has no tokens")
@@ -20,7 +20,7 @@ def make_prompt(submit: Submit, vocab_size: int) -> Prompt:
 
 
 def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) -> Sequence:
-    """Return the sequence that `submit` asks for. Raises SubmitError for an id that is not of a vocabulary."""
+    """Return the sequence that `submit` asks for. Raises SubmitError for an id that is not in the vocabulary."""
     sampling = submit.sampling
     _require_known("stop_token_ids", sampling.stop_token_ids, vocab_size)
     _require_known("logit_bias", [token_id for token_id, _ in sampling.logit_bias], vocab_size)

@@ -1,4 +1,4 @@
-"""The executor's side: what it sends becomes calls of the scheduler, what is planned becomes steps in flight."""
+"""The executor's side: its messages become calls of the scheduler, planned steps become steps in flight."""
 
 import logging
 from collections.abc import Callable
@@ -58,7 +58,7 @@ class Backend:
         self._used_bytes = 0  # of its device's memory, by its last Progress
         self._done: list[tuple[StepSize, StepResult]] = []
         self._known_idle: set[str] = set()  # incarnations that the operator was told of
-        self._seen_state = LinkState.WORKING  # at the last look; before the first, nothing was lost
+        self._seen_state = LinkState.WORKING  # at the last look
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +67,7 @@ class Backend:
 
     @property
     def device_bytes(self) -> dict[str, int]:
-        """What the executor last said of its device's memory."""
+        """What the executor last said about its device's memory."""
         described = self.described.device_bytes if self.described is not None else {}
         return {**described, "used": self._used_bytes} if self._used_bytes else dict(described)
 
@@ -76,11 +76,11 @@ class Backend:
         return max(0, self.link.num_lives - 1)
 
     def can_progress(self) -> bool:
-        """Return whether an executor is there and gets on with its steps."""
+        """Return whether an executor is there and does its steps."""
         return self.link.can_progress(self._clock())
 
     def num_idle(self) -> int:
-        """Return how many executors hold memory and are given nothing."""
+        """Return how many replaced executors are still there: they hold memory and get no steps."""
         return self.link.num_idle(self._clock())
 
     def take_done(self) -> list[tuple[StepSize, StepResult]]:
@@ -91,7 +91,7 @@ class Backend:
     # What arrives
 
     def receive(self) -> bool:
-        """Take a bounded number of messages; return whether any came that can change what is planned next."""
+        """Take a bounded number of messages; return whether one of them can change the next plan."""
         has_changed = False
         for identity, message in self._inbox.take(MAX_MESSAGES_A_TURN):
             now_s = self._clock()
@@ -223,7 +223,7 @@ class Backend:
         return self.cadence.plan_at_s(self.link.oldest)
 
     def send(self, planned: PlannedStep, started_s: float) -> None:
-        """Send a step that was planned from `started_s` on. One that no message has room for ends its sequences."""
+        """Send a step that was planned from `started_s` on. If no message has room for it, its sequences end."""
         assert self.link.incarnation is not None
         frame = encode(
             Step(
@@ -257,10 +257,10 @@ class Backend:
         logger.error("step %d would be a message of %d bytes: its sequences end", planned.step_id, num_bytes)
         self._cancel_from(planned.step_id, [], self.scheduler)
         for share in planned.sequences:
-            error = "what has to be computed at once for this request is too large for a message"
+            error = "one step of this request is too large for a message"
             self.scheduler.fail(share.seq_id, error)
 
-    # Whether it gets on
+    # Whether it makes progress
 
     def watch(self, now_s: float) -> bool:
         """Look at the executor once a second; return whether its steps were given up."""
@@ -281,7 +281,7 @@ class Backend:
         sequence that is stuck alone again ends with an error, as after the death of an executor.
         """
         assert self.scheduler is not None, "a step is in flight"
-        logger.error("no step has progressed for %.0f s: what is in flight is planned anew", self.link.stalled_s)
+        logger.error("no step has progressed for %.0f s: the steps in flight are planned anew", self.link.stalled_s)
         self.scheduler.give_up()
         self.link.give_up()
         self._send(self._welcome())

@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who refers to which, which hold a known prefix, which can be taken."""
+"""The pool of KV blocks: how often each is referred to, which hold a known prefix, which can be given out."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could give: free ones, and cached ones by evicting them."""
+        """Blocks that `allocate` could give: free blocks, and cached blocks by evicting them."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -39,7 +39,7 @@ class BlockManager:
         return self.num_blocks - self.num_available
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks that hold the longest known start of a chain of hashes; takes no reference."""
+        """Return the blocks that hold the longest known start of a chain of hashes. Takes no references."""
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -49,7 +49,7 @@ class BlockManager:
         return blocks
 
     def count_cached(self, blocks: Iterable[int]) -> int:
-        """Return how many of `blocks` nobody refers to: taking those makes fewer available."""
+        """Return how many of `blocks` are cached: acquiring a cached block makes one block less available."""
         return sum(block in self._cached for block in blocks)
 
     def acquire(self, blocks: Iterable[int]) -> None:
@@ -60,7 +60,7 @@ class BlockManager:
             self._num_references[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return blocks with one reference each; the caller has seen that so many are available."""
+        """Return blocks with one reference each. The caller has checked that enough are available."""
         blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._num_references[block] = 1
@@ -69,7 +69,7 @@ class BlockManager:
     def release(self, block_table: Sequence[int]) -> None:
         """Give up one reference to each block of a table.
 
-        The tail goes first, so that it is evicted before the parents without which nobody could find it.
+        The last block goes first, so that it is evicted before its parents: without them nobody could find it.
         """
         for block in reversed(block_table):
             self._num_references[block] -= 1
@@ -81,7 +81,7 @@ class BlockManager:
                 self._cached[block] = None
 
     def register(self, block: int, block_hash: bytes) -> None:
-        """Let others find this block, which is computed to its end, unless they find another by the same hash."""
+        """Let other sequences find this full block, unless another block has the same hash."""
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
@@ -99,7 +99,7 @@ class BlockManager:
         return block
 
     def check_integrity(self, block_tables: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless the pool agrees with the tables that name blocks."""
+        """Raise AssertionError unless the pool agrees with all tables that name blocks."""
         expected = [0] * self.num_blocks
         for block_table in block_tables:
             for block in block_table:

@@ -1,4 +1,4 @@
-"""When the next step is planned, and how many tokens of prompts it may have. Pure: it is told what time it is."""
+"""When the next step is planned, and how many tokens of prompts it may have. Pure: no clock."""
 
 from protocol.messages import StepResult
 from scheduler.executor_link import SentStep

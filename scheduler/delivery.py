@@ -1,8 +1,8 @@
-"""What each gateway has got: a pure ledger that makes every token arrive once, whatever the link does.
+"""What each gateway was sent: a pure ledger that makes every token arrive once, whatever the link does.
 
-A request's output is kept from its Submit until a Hello no longer lists it. `num_sent_tokens` moves forward with each
-message that the socket took and back to what a Hello says was received, so one rule serves new tokens, lost messages
-and gateways that read slowly: send what lies beyond it.
+A request's output is kept from its Submit until a Hello no longer lists the request. `num_sent_tokens` moves forward
+with each message that the socket took, and back to the number that a Hello says was received. So one rule serves new
+tokens, lost messages and slow gateways: send the tokens after `num_sent_tokens`.
 """
 
 from array import array
@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from protocol.messages import Hello, Logprobs, Output, Outputs, Submit, logprob_bytes
 from scheduler.scheduler import Update
 
-MAX_OUTPUTS_BYTES = 8 << 20  # of one message, beside the log probabilities of one prompt
-RETRY_S = 0.02  # between tries to send to a gateway whose queue is full
+MAX_OUTPUTS_BYTES = 8 << 20  # of one message; log probabilities of one prompt may come on top
+RETRY_S = 0.02  # between attempts to send to a gateway whose queue is full
 
 
 class LogprobColumns:
-    """The log probabilities of one request's tokens, cheap to append to."""
+    """The log probabilities of one request's tokens; appending is cheap."""
 
     def __init__(self, num_alternatives: int) -> None:
         self.num_alternatives = num_alternatives
@@ -34,15 +34,15 @@ class LogprobColumns:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's output. Token indexes count from its first output token, in whichever life that was."""
+    """One request's output. Token indexes count from its first output token, over all lives of the scheduler."""
 
     request_id: str
     seq_id: int
     hello_seq: int  # of its Submit
-    first_token_index: int  # how many tokens the Submit brought along
+    first_token_index: int  # the number of output tokens that its Submit brought
     num_sent_tokens: int
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))  # from first_token_index on
-    logprobs: LogprobColumns | None = None  # none have come
+    logprobs: LogprobColumns | None = None  # None until the first come
     prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
@@ -55,7 +55,7 @@ class RequestRecord:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is something that the gateway was not sent, or lost."""
+        """Whether the gateway lacks something: not sent yet, or lost."""
         return self.num_sent_tokens < self.num_tokens or (self.finish_reason is not None and not self.is_finish_sent)
 
     def extend(self, update: Update) -> None:
@@ -72,12 +72,12 @@ class RequestRecord:
         self.error = update.error
 
     def rewind(self, num_received_tokens: int) -> None:
-        """Take what the gateway says it has for what it was sent; a finish that it still waits for is sent again."""
+        """Go back to the number of tokens that the gateway has received. Its finish is sent again."""
         self.num_sent_tokens = min(self.num_sent_tokens, max(num_received_tokens, self.first_token_index))
         self.is_finish_sent = False
 
     def outputs(self) -> list[Output]:
-        """Return what the gateway lacks, in pieces that a message has room for; the finish is with the last."""
+        """Return what the gateway lacks, in pieces that fit into a message. The last piece has the finish."""
         start, end = self.num_sent_tokens - self.first_token_index, len(self.token_ids)
         num_token_bytes = 4 if self.logprobs is None else 4 + logprob_bytes(self.logprobs.num_alternatives)
         most = MAX_OUTPUTS_BYTES // num_token_bytes or 1
@@ -101,7 +101,7 @@ class RequestRecord:
         )
 
     def mark_sent(self, output: Output) -> bool:
-        """Take what a message had for sent; return whether that was the last of it."""
+        """Count an output as sent; return whether the gateway lacks nothing more."""
         self.num_sent_tokens = num_sent_tokens = output.first_token_index + len(output.token_ids) // 4
         self.is_finish_sent = output.finish_reason is not None
         return num_sent_tokens == self.num_tokens and (self.is_finish_sent or self.finish_reason is None)
@@ -109,16 +109,16 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Gateway:
-    """What is known of one gateway's life."""
+    """What the scheduler knows about one gateway's life."""
 
     identity: bytes
     hello_seq: int = 0
     last_heard_s: float = 0.0
-    blocked_since_s: float | None = None  # since when its queue takes nothing
+    blocked_since_s: float | None = None  # when its queue stopped taking messages
     next_try_s: float = 0.0  # before this, nothing is sent to a blocked gateway
     listed: frozenset[str] = frozenset()  # request_ids of its last Hello
     records: dict[str, RequestRecord] = field(default_factory=dict)
-    behind: dict[str, RequestRecord] = field(default_factory=dict)  # those of `records` that are
+    behind: dict[str, RequestRecord] = field(default_factory=dict)  # the `records` that lack something
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Ledger:
         return len(self._by_seq_id)
 
     def hello(self, identity: bytes, hello: Hello, now_s: float) -> HelloOutcome | None:
-        """Return what the gateway's truth asks for, None if a later Hello has overtaken this one."""
+        """Return what follows from a Hello; None if a later Hello has overtaken it."""
         gateway = self.gateways.setdefault(identity, Gateway(identity))
         if hello.hello_seq <= gateway.hello_seq:
             return None
@@ -158,7 +158,7 @@ class Ledger:
         return HelloOutcome(unknown, self._forget_unlisted(gateway))
 
     def hear(self, identity: bytes, now_s: float) -> None:
-        """Take any message of a known gateway as a sign of its life."""
+        """Note that a known gateway is alive: it sent some message."""
         if gateway := self.gateways.get(identity):
             gateway.last_heard_s = now_s
 
@@ -177,14 +177,14 @@ class Ledger:
         return gateway.records.get(request_id) if gateway else None
 
     def is_wanted(self, identity: bytes, submit: Submit) -> bool:
-        """Return whether no later Hello of a known gateway has left the request out."""
+        """Return whether the gateway is known, and no later Hello of it left the request out."""
         gateway = self.gateways.get(identity)
         if gateway is None:
             return False
         return submit.hello_seq >= gateway.hello_seq or submit.request_id in gateway.listed
 
     def admit(self, identity: bytes, submit: Submit, seq_id: int) -> None:
-        """Keep the output of sequence `seq_id` for a request of a known gateway from now on."""
+        """From now on, keep the output of sequence `seq_id` for a request of a known gateway."""
         gateway = self.gateways[identity]
         num_tokens = len(submit.output_token_ids) // 4
         record = RequestRecord(
@@ -198,7 +198,7 @@ class Ledger:
         self._by_seq_id[seq_id] = (gateway, record)
 
     def extend(self, update: Update) -> None:
-        """Add new output; what nobody wants any more is ignored."""
+        """Add new output. Output of a request that was forgotten is ignored."""
         known = self._by_seq_id.get(update.seq_id)
         if known is not None:
             gateway, record = known
@@ -207,11 +207,11 @@ class Ledger:
                 gateway.behind[record.request_id] = record
 
     def gateways_behind(self, now_s: float) -> list[Gateway]:
-        """Return those to which something can be sent now."""
+        """Return the gateways that lack something and can be sent to now."""
         return [gateway for gateway in self.gateways.values() if gateway.behind and gateway.next_try_s <= now_s]
 
     def batches(self, gateway: Gateway) -> Iterator[tuple[Outputs, list[RequestRecord]]]:
-        """Yield messages with all that the gateway lacks, and whose outputs they have, for `mark_sent`."""
+        """Yield messages with everything the gateway lacks, each with the records of its outputs, for `mark_sent`."""
         outputs: list[Output] = []
         records: list[RequestRecord] = []
         num_bytes = 0
@@ -240,9 +240,9 @@ class Ledger:
         gateway.next_try_s = now_s + RETRY_S
 
     def drop_dead(self, now_s: float, all_heard_s: float) -> dict[bytes, list[int]]:
-        """Forget gateways that say or read nothing for `peer_timeout_s`; return the seq_ids to abort of each.
+        """Forget gateways that sent or read nothing for `peer_timeout_s`; return the seq_ids to abort of each.
 
-        What gateways had sent until `all_heard_s` was heard.
+        All messages that gateways had sent by `all_heard_s` were read.
         """
         dead = [gateway for gateway in self.gateways.values() if self._is_dead(gateway, now_s, all_heard_s)]
         return {gateway.identity: self._drop(gateway) for gateway in dead}

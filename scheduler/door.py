@@ -1,6 +1,6 @@
-"""Who may connect to the scheduler's tcp:// addresses: a thread asks for keys, another says whom it turned away.
+"""Who may connect to the scheduler's tcp:// addresses: one thread checks keys, another logs who was turned away.
 
-Neither turns with the scheduler's loop: strangers who knock cost it nothing, however many there are.
+Neither runs in the scheduler's loop, so strangers cost the loop nothing, however many there are.
 """
 
 import logging
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 COMPLAINT_INTERVAL_S = 10.0
 
 
-class Admission:
-    """Whom zmq.auth is to admit, in its own form."""
+class AdmittedKeys:
+    """The keys that may connect, in the form that zmq.auth asks for."""
 
     def __init__(self, admitted: frozenset[bytes]) -> None:
         self._admitted = admitted
@@ -33,14 +33,14 @@ class Admission:
 
 @contextmanager
 def keep_door(context: "zmq.Context[zmq.Socket[bytes]]", *links: ServerKeys | None) -> Iterator[None]:
-    """Admit to each link those with its keys while the context lasts. Enter before anything is bound."""
+    """While the context lasts, admit to each link the peers that have its keys. Enter before any socket is bound."""
     keys = [each for each in links if each is not None]
     if not keys:
         yield
         return
     authenticator = ThreadAuthenticator(context)
     for each in keys:
-        authenticator.configure_curve_callback(each.kind, Admission(each.admitted))
+        authenticator.configure_curve_callback(each.kind, AdmittedKeys(each.admitted))
     authenticator.start()
     try:
         yield
@@ -50,7 +50,7 @@ def keep_door(context: "zmq.Context[zmq.Socket[bytes]]", *links: ServerKeys | No
 
 @contextmanager
 def report_refused(socket: "zmq.Socket[bytes]", address: str, keys: ServerKeys | None) -> Iterator[None]:
-    """Log, seldom, that somebody was turned away from `socket`, while the context lasts."""
+    """While the context lasts, log at a bounded rate that somebody was turned away from `socket`."""
     if keys is None:
         yield
         return
@@ -66,13 +66,13 @@ def report_refused(socket: "zmq.Socket[bytes]", address: str, keys: ServerKeys |
 
 
 def _report(listener: "zmq.Socket[bytes]", address: str, kind: str) -> None:
-    said_s, num_unsaid = -COMPLAINT_INTERVAL_S, 0
+    logged_s, num_unlogged = -COMPLAINT_INTERVAL_S, 0
     while (event := receive_event(listener)).kind != zmq.EVENT_MONITOR_STOPPED:
-        if time.monotonic() - said_s < COMPLAINT_INTERVAL_S:
-            num_unsaid += 1
+        if time.monotonic() - logged_s < COMPLAINT_INTERVAL_S:
+            num_unlogged += 1
             continue
-        logger.warning("turned somebody away from %s: %s (and %d before)", address, _why(event, kind), num_unsaid)
-        said_s, num_unsaid = time.monotonic(), 0
+        logger.warning("turned somebody away from %s: %s (and %d before)", address, _why(event, kind), num_unlogged)
+        logged_s, num_unlogged = time.monotonic(), 0
 
 
 def _why(event: HandshakeEvent, kind: str) -> str:

@@ -1,7 +1,7 @@
-"""The window of numbered steps between the scheduler and its executor: what is in flight, and with whom.
+"""The window of numbered steps between the scheduler and its executor: which steps are in flight, and with whom.
 
-Pure: messages in, decisions out. An executor's life (its incarnation) that was replaced or that failed is over for
-good, so whatever still arrives of it is stale.
+Pure: messages in, decisions out. Once an executor's life (its incarnation) was replaced or failed, it is over for good.
+Messages of it that still arrive are stale.
 """
 
 import math
@@ -12,16 +12,16 @@ from enum import Enum, auto
 from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome
 from scheduler.predictor import StepSize
 
-LONGEST_LOOK_S = 2.0  # what one call of `watch` adds to a stall, at most
-SURELY_THERE_S = 1.0  # between two messages of a life: messages that are only late come all at once
+MAX_LOOK_S = 2.0  # one call of `watch` adds at most this to a stall
+MIN_PRESENCE_S = 1.0  # between two messages that prove a life; messages that are only late come all at once
 
 
 class LinkState(Enum):
     """How things stand with the executor. Steps are planned only while it is WORKING."""
 
-    ABSENT = auto()  # no executor has come yet, or the last one failed
-    SILENT = auto()  # nothing was heard of it for `peer_timeout_s`, or since the socket took nothing for it
-    STALLED = auto()  # it is heard of, but no step in flight has progressed for `stall_timeout_s`
+    ABSENT = auto()  # no executor has come yet, or the last executor failed
+    SILENT = auto()  # it sent nothing for `peer_timeout_s`, or since a message to it could not be sent
+    STALLED = auto()  # it sends messages, but no step in flight has progressed for `stall_timeout_s`
     DRAINING = auto()  # it lacks state: it is told where to go on once the steps in flight are done
     WORKING = auto()
 
@@ -32,12 +32,12 @@ class LinkState(Enum):
 
 
 class Arrival(Enum):
-    """What an ExecutorReady means."""
+    """Whose life an ExecutorReady comes from."""
 
-    STALE = auto()  # of a life that is over
-    NEWCOMER = auto()  # of an unknown life while the present one is well: it counts once it echoes a Welcome
+    STALE = auto()  # a life that is over
+    NEWCOMER = auto()  # an unknown life while the present life works: it counts once it echoes a Welcome
     JOINED = auto()  # a new life: it has no KV and no state
-    PRESENT = auto()  # of the one that is there already
+    PRESENT = auto()  # the life that has joined already
 
 
 @dataclass(slots=True)
@@ -45,15 +45,15 @@ class SentStep:
     step_id: int
     frame: bytes
     size: StepSize
-    is_ahead: bool  # planned while another was in flight
-    sent_s: float = 0.0  # when
+    is_ahead: bool  # planned while another step was in flight
+    sent_s: float = 0.0
     result: StepResult | None = None
 
 
 class ExecutorLink:
     """One executor at a time, and the steps that it was given. Times are seconds of the caller's clock.
 
-    A group of ranks is heard of here through its rank 0.
+    For a group of ranks, rank 0 speaks here.
     """
 
     def __init__(self, scheduler_incarnation: str, peer_timeout_s: float, stall_timeout_s: float) -> None:
@@ -61,15 +61,15 @@ class ExecutorLink:
         self.peer_timeout_s = peer_timeout_s
         self.stall_timeout_s = stall_timeout_s
         self.stalled_s = 0.0  # for how long no step in flight has progressed
-        self.description: ExecutorReady | None = None  # what the present life said of itself
+        self.description: ExecutorReady | None = None  # what the present life said about itself
         self.identity = b""  # its address
         self.num_lives = 0
-        self._state = LinkState.ABSENT  # by what was said: ABSENT, DRAINING or WORKING; the clock adds the others
-        self._last_heard_s = -math.inf  # -inf: not since the socket took nothing for the executor
+        self._state = LinkState.ABSENT  # from messages: ABSENT, DRAINING or WORKING; the clock adds the others
+        self._last_heard_s = -math.inf  # -inf: not since a message to the executor could not be sent
         self._retired: set[str] = set()
-        self._heard_after_all: dict[str, tuple[float, float]] = {}  # retired lives: when first and last
+        self._heard_after_end: dict[str, tuple[float, float]] = {}  # of retired lives: the first and the last time
         self._window: dict[int, SentStep] = {}  # in order of step_id
-        self._layer = (0, 0)  # the step and the layer at which the executor was last heard of
+        self._layer = (0, 0)  # the step and the layer that its last Progress named
         self._num_advances = self._num_seen_advances = 0  # signs of progress: in all, and at the last `watch`
         self._watched_s = 0.0
 
@@ -95,25 +95,25 @@ class ExecutorLink:
         return self.state(now_s).can_progress
 
     def watch(self, now_s: float) -> None:
-        """Measure how long nothing has progressed. To be called every second or so.
+        """Measure for how long no step has progressed. Call it about once a second.
 
-        Only time in which this process looked counts: where both were frozen and thawed together, the executor has
-        done nothing wrong.
+        Only time in which this process looked counts: if both were frozen and thawed together, the executor did
+        nothing wrong.
         """
-        elapsed_s, self._watched_s = min(now_s - self._watched_s, LONGEST_LOOK_S), now_s
+        elapsed_s, self._watched_s = min(now_s - self._watched_s, MAX_LOOK_S), now_s
         has_progressed = self._num_advances != self._num_seen_advances
         self.stalled_s = self.stalled_s + elapsed_s if self._window and not has_progressed else 0.0
         self._num_seen_advances = self._num_advances
 
     def arrive(self, identity: bytes, ready: ExecutorReady, now_s: float) -> Arrival:
-        """Take note of an executor that says it is there; a life not seen before ends the one before."""
+        """Take an ExecutorReady. A new life ends the life before it."""
         if ready.executor_incarnation in self._retired:
-            first_s, _ = self._heard_after_all.get(ready.executor_incarnation, (now_s, now_s))
-            self._heard_after_all[ready.executor_incarnation] = first_s, now_s
+            first_s, _ = self._heard_after_end.get(ready.executor_incarnation, (now_s, now_s))
+            self._heard_after_end[ready.executor_incarnation] = first_s, now_s
             return Arrival.STALE
         is_new = ready.executor_incarnation != self.incarnation
         if is_new:
-            # A message that was delayed past the end of its sender must not end the life of one that works.
+            # A message may arrive after its sender has ended. It must not end the life of an executor that works.
             if self.can_progress(now_s) and ready.scheduler_incarnation != self.scheduler_incarnation:
                 return Arrival.NEWCOMER
             self.retire()
@@ -123,16 +123,16 @@ class ExecutorLink:
         return Arrival.JOINED if is_new else Arrival.PRESENT
 
     def is_idle(self, incarnation: str, now_s: float) -> bool:
-        """Return whether an executor is there although its life was replaced, and its messages are not only late."""
-        first_s, last_s = self._heard_after_all.get(incarnation, (now_s, now_s))
-        return last_s - first_s >= SURELY_THERE_S and now_s - last_s <= self.peer_timeout_s
+        """Return whether a replaced executor is still there, and not only its messages were late."""
+        first_s, last_s = self._heard_after_end.get(incarnation, (now_s, now_s))
+        return last_s - first_s >= MIN_PRESENCE_S and now_s - last_s <= self.peer_timeout_s
 
     def num_idle(self, now_s: float) -> int:
-        """Return how many executors hold memory and are given nothing."""
-        return sum(self.is_idle(incarnation, now_s) for incarnation in self._heard_after_all)
+        """Return how many replaced executors are still there: they hold memory and get no steps."""
+        return sum(self.is_idle(incarnation, now_s) for incarnation in self._heard_after_end)
 
     def retire(self) -> None:
-        """End the executor's life: what it did not answer will not be answered."""
+        """End the executor's life: the steps in flight will not be answered."""
         if self.incarnation is not None:
             self._retired.add(self.incarnation)
         self.description = None
@@ -146,25 +146,25 @@ class ExecutorLink:
         self._state = LinkState.WORKING
 
     def welcome_newcomer(self, ready: ExecutorReady, next_step_id: int) -> Welcome:
-        """Return what a newcomer must echo in its next ExecutorReady to show that it is alive."""
+        """Return the Welcome that a newcomer must echo in its next ExecutorReady, to show that it is alive."""
         return Welcome(self.scheduler_incarnation, ready.executor_incarnation, next_step_id)
 
     def welcome(self, next_step_id: int) -> Welcome:
-        """Return the answer to ExecutorReady. `next_step_id` is that of the next step to be planned."""
+        """Return the answer to ExecutorReady. `next_step_id` is the id of the next step to be planned."""
         assert self.incarnation is not None
         first_step_id = self.oldest.step_id if self.oldest else next_step_id
         return Welcome(self.scheduler_incarnation, self.incarnation, first_step_id)
 
     @property
     def oldest(self) -> SentStep | None:
-        """Return the step that the executor does, or will do, first."""
+        """Return the step that the executor does now, or will do first."""
         return next(iter(self._window.values()), None)
 
     def add(self, step: SentStep) -> None:
         """Put a step in flight."""
         assert not self._window or step.step_id == next(reversed(self._window)) + 1, "steps are numbered without a gap"
         if not self._window:
-            self._num_advances += 1  # there was nothing to stall
+            self._num_advances += 1  # before, there was no step that could stall
         self._window[step.step_id] = step
 
     def unanswered(self) -> list[bytes]:
@@ -175,7 +175,7 @@ class ExecutorLink:
         return [step.frame for step in self._window.values() if step.result is None]
 
     def is_current(self, message: StepResult | StepFailed | NeedInit) -> bool:
-        """Return whether the message is of this life of ours and of theirs, about a step in flight."""
+        """Return whether both incarnations in the message are the present ones and its step is in flight."""
         return (
             message.scheduler_incarnation == self.scheduler_incarnation
             and message.executor_incarnation == self.incarnation
@@ -192,20 +192,20 @@ class ExecutorLink:
             yield step, step.result
 
     def cancel_from(self, step_id: int) -> None:
-        """Take the steps from `step_id` on out of flight: the executor will not do them. The steps before it drain."""
+        """Take the steps from `step_id` on out of flight: the executor will not do them. The earlier steps drain."""
         for cancelled in [number for number in self._window if number >= step_id]:
             del self._window[cancelled]
         self._state = LinkState.DRAINING
 
     def finish_draining(self) -> bool:
-        """Return whether all steps have drained since `cancel_from`: the executor must be told where to go on."""
+        """Return whether a drain has just ended: then the executor must be told where to go on."""
         if self._state is not LinkState.DRAINING or self._window:
             return False
         self._state = LinkState.WORKING
         return True
 
     def hear(self, message: StepResult | StepFailed | NeedInit | Progress, now_s: float) -> None:
-        """Take a message of the present life as a sign of it."""
+        """Note that the present life is there, and whether its step has progressed."""
         if message.executor_incarnation != self.incarnation:
             return
         self._last_heard_s = now_s
@@ -214,5 +214,5 @@ class ExecutorLink:
             self._num_advances += 1
 
     def mark_unreachable(self) -> None:
-        """Remember that the socket took nothing for the executor; hearing of it again puts that right."""
+        """Note that a message to the executor could not be sent. The next message from the executor ends this state."""
         self._last_heard_s = -math.inf

@@ -1,4 +1,4 @@
-"""What arrives at one ROUTER, decoded; what is not a message is logged, seldom, and dropped."""
+"""Messages that arrive at one ROUTER, decoded. Malformed ones are dropped, and logged at a bounded rate."""
 
 import logging
 import math
@@ -11,7 +11,7 @@ import zmq
 logger = logging.getLogger(__name__)
 
 COMPLAINT_INTERVAL_S = 1.0
-GENERATED = b"\0"  # what an identity that libzmq makes begins with, and no other may
+GENERATED_PREFIX = b"\0"  # of identities that libzmq makes up; no other identity may begin so
 
 Received = TypeVar("Received")
 
@@ -30,15 +30,15 @@ class Inbox(Generic[Received]):
         self._decode = decode
         self._sender = sender
         self._clock = clock
-        self.is_drained = True  # nothing was left at the end of the last `take`
+        self.is_drained = True  # no message was left at the end of the last `take`
         self._complained_s = -math.inf
-        self._num_unsaid = 0
+        self._num_unlogged = 0
 
     def take(self, limit: int) -> Iterator[tuple[bytes, Received]]:
-        """Yield what has arrived, after at most `limit` frames; never waits.
+        """Yield the messages that have arrived, at most `limit`; never waits.
 
-        Nothing is taken from an identity that libzmq made up: what an old connection left behind of a peer that came
-        back comes under one, and so does whoever gave no name.
+        Messages under an identity that libzmq made up are dropped: their sender gave no identity, or an old connection
+        of a peer that came back left them behind.
         """
         self.is_drained = False
         for _ in range(limit):
@@ -47,24 +47,24 @@ class Inbox(Generic[Received]):
             except zmq.Again:
                 self.is_drained = True
                 return
-            if identity.startswith(GENERATED):
-                self.complain("a message without the identity of its sender")
+            if identity.startswith(GENERATED_PREFIX):
+                self.complain("it is without the identity of its sender")
                 continue
             if len(payload) != 1:
-                self.complain(f"a message of {len(payload)} frames")
+                self.complain(f"it is malformed, with {len(payload)} frames")
                 continue
             try:
                 message = self._decode(payload[0])
             except msgspec.MsgspecError as error:
-                self.complain(str(error))
+                self.complain(f"it is malformed: {error}")
                 continue
             yield identity, message
 
     def complain(self, problem: str) -> None:
-        """Log what is wrong with a message that is dropped, at most once a second."""
+        """Log why a message was dropped, at most once a second."""
         now_s = self._clock()
         if now_s - self._complained_s < COMPLAINT_INTERVAL_S:
-            self._num_unsaid += 1
+            self._num_unlogged += 1
             return
-        logger.warning("dropped what %s sent: %s (and %d before)", self._sender, problem, self._num_unsaid)
-        self._complained_s, self._num_unsaid = now_s, 0
+        logger.warning("dropped a message from %s: %s (and %d before)", self._sender, problem, self._num_unlogged)
+        self._complained_s, self._num_unlogged = now_s, 0

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from scheduler.accounts import Accounts
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import PlannedShare, Sequence
 
 
 def check(accounts: Accounts) -> None:
@@ -11,7 +11,7 @@ def check(accounts: Accounts) -> None:
     shares = [share for step in accounts.steps_in_flight for share in step.shares]
     held = [share.held_blocks for share in shares if share.held_blocks]
     accounts.blocks.check_integrity([sequence.block_table for sequence in accounts.running] + held)
-    assert accounts.num_held_blocks == sum(map(len, held)), "the blocks held by steps in flight are miscounted"
+    assert accounts.num_held_blocks == sum(map(len, held)), "the number of blocks that steps in flight hold is wrong"
     assert set(shares).issuperset(accounts.prefixes.computing.values()), "a hash is computed by no step in flight"
     _check_queues(accounts)
     _check_steps(accounts, shares)
@@ -25,38 +25,38 @@ def check(accounts: Accounts) -> None:
 def _check_queues(accounts: Accounts) -> None:
     running, waiting = accounts.running, accounts.waiting
     queued = [sequence.seq_id for sequence in running + waiting]
-    assert sorted(queued) == sorted(accounts.sequences), "running and waiting are not all sequences, each once"
+    assert sorted(queued) == sorted(accounts.sequences), "some sequence is not in exactly one queue"
     keys = [sequence.queue_key for sequence in waiting]
     assert all(a < b for a, b in pairwise(keys)), "the waiting sequences are out of order"
     assert all(a.priority <= b.priority for a, b in pairwise(running)), "the running sequences are out of order"
     assert len(running) <= accounts.limits.max_num_seqs, "too many sequences run"
-    assert accounts.tenants.num_seqs == len(queued), "the tenants' sequences are miscounted"
+    assert accounts.tenants.num_seqs == len(queued), "the number of the tenants' sequences is wrong"
 
 
-def _check_steps(accounts: Accounts, shares: list[Share]) -> None:
+def _check_steps(accounts: Accounts, shares: list[PlannedShare]) -> None:
     limits = accounts.limits
     for step in accounts.steps_in_flight:
         num_tokens = sum([share.end - share.start for share in step.shares])
         assert num_tokens <= limits.max_num_batched_tokens, f"step {step.step_id} has {num_tokens} tokens"
         assert len(step.shares) <= limits.max_num_seqs, f"step {step.step_id} has too many sequences"
-    by_sequence: dict[int, list[Share]] = {}
+    by_sequence: dict[int, list[PlannedShare]] = {}
     for share in shares:
         by_sequence.setdefault(share.sequence.seq_id, []).append(share)
     for seq_id, sequence in accounts.sequences.items():
-        assert sequence.in_flight == by_sequence.get(seq_id, []), f"sequence {seq_id} is not what the steps say"
+        assert sequence.in_flight == by_sequence.get(seq_id, []), f"sequence {seq_id} is in other steps"
 
 
 def _check_running(accounts: Accounts, sequence: Sequence) -> None:
     seq_id, valid = sequence.seq_id, [share for share in sequence.in_flight if not share.is_void]
     num_computed, num_planned = sequence.num_computed_tokens, sequence.num_planned_tokens
     num_ahead = max(0, sum([share.num_samples for share in valid]) - 1)  # tokens planned before they are known
-    assert sequence.is_running, f"sequence {seq_id} runs without being marked so"
+    assert sequence.is_running, f"sequence {seq_id} runs and is not marked as running"
     assert sequence.finish_reason is None, f"sequence {seq_id} runs and has ended"
     assert num_computed <= num_planned <= sequence.num_tokens + num_ahead, f"sequence {seq_id} is planned too far"
-    assert num_planned == (valid[-1].end if valid else num_computed), f"sequence {seq_id} is planned by no step"
+    assert num_planned == (valid[-1].end if valid else num_computed), f"the plan of sequence {seq_id} has a gap"
     num_slots = len(sequence.block_table) * accounts.limits.block_size
     assert num_planned <= sequence.num_slots == num_slots, f"sequence {seq_id} lacks blocks"
-    assert sequence.packed_block_table == sequence.block_table.tobytes(), f"sequence {seq_id} is sent with other blocks"
+    assert sequence.packed_block_table == sequence.block_table.tobytes(), f"sequence {seq_id} has an old packed table"
     assert sequence.in_flight or sequence.num_remaining_tokens > 0, f"sequence {seq_id} has nothing to do"
     assert accounts.must_drain or not (sequence.needs_init and valid), f"sequence {seq_id} is planned without state"
 
@@ -76,4 +76,4 @@ def _check_waiting(sequence: Sequence) -> None:
     assert not sequence.block_table, f"sequence {seq_id} waits and has blocks"
     assert not sequence.num_slots, f"sequence {seq_id} waits and has room for tokens"
     assert sequence.num_computed_tokens == sequence.num_planned_tokens == 0, f"sequence {seq_id} waits and is computed"
-    assert sequence.needs_init, f"sequence {seq_id} waits and would not be introduced again"
+    assert sequence.needs_init, f"sequence {seq_id} waits and would get no init again"

@@ -1,4 +1,4 @@
-"""What comes out of the Scheduler."""
+"""What the Scheduler returns."""
 
 from dataclasses import dataclass, field
 
@@ -32,7 +32,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class Counters:
-    """Counts from the start on, as in messages.Stats."""
+    """Counts from the start of the Scheduler on, as in messages.Stats."""
 
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0

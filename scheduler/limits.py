@@ -1,4 +1,4 @@
-"""What one step, one sequence and the queue may be, and which sequences are refused for it."""
+"""Limits of one step, one sequence and the queue, and which sequences are refused because of them."""
 
 from dataclasses import dataclass
 
@@ -9,20 +9,20 @@ from scheduler.sizes import MAX_STEP_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    num_blocks: int  # 0 while no executor has said: then nothing is planned, and nothing refused for its size
+    num_blocks: int  # 0: not known yet; no step is planned, and no sequence is refused for its size
     block_size: int  # tokens
     max_model_len: int  # tokens, prompt and output together
     max_num_seqs: int  # in one step
     max_num_batched_tokens: int  # in one step
     max_num_waiting_seqs: int
     enable_prefix_caching: bool = True
-    max_step_bytes: int = MAX_STEP_BYTES  # of a step's messages, there and back
+    max_step_bytes: int = MAX_STEP_BYTES  # of a step's messages, Step and StepResult together
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def max_num_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens, prompt and output together, a sequence has when it ends with "length"."""
+        """Return at how many tokens, prompt and output together, a sequence ends with "length"."""
         return min(len(sequence.prompt_token_ids) + sequence.sampling.max_tokens, self.max_model_len)
 
 
@@ -35,7 +35,7 @@ class Refusal:
 
 
 def refusal(sequence: Sequence, limits: Limits, num_blocks: int, num_waiting_seqs: int) -> Refusal | None:
-    """Return why a sequence cannot be taken now, or None. One that has output was taken before, and is not put off."""
+    """Return why a sequence cannot be taken now, or None. A full queue does not stop one that was taken before."""
     if reason := _unsupported(sequence, limits) or misfit(sequence, limits, num_blocks):
         return Refusal(reason, temporary=False)
     if num_waiting_seqs >= limits.max_num_waiting_seqs and not sequence.output_token_ids:
@@ -46,7 +46,7 @@ def refusal(sequence: Sequence, limits: Limits, num_blocks: int, num_waiting_seq
 def misfit(sequence: Sequence, limits: Limits, num_blocks: int) -> str | None:
     """Return why a sequence cannot run in a pool of `num_blocks`, even alone, or None.
 
-    The token that is sampled last is never computed. A pool of no blocks is one that is not known yet.
+    The token that is sampled last is never computed. The size of a pool of 0 blocks is not known yet.
     """
     num_tokens = max(len(sequence.prompt_token_ids), limits.max_num_tokens(sequence) - 1)
     num_needed_blocks = limits.num_blocks_for(num_tokens)

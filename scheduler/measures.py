@@ -1,7 +1,7 @@
-"""How long requests wait, compute their prompt and generate, and what steps are like. Pure: it is told what time it is.
+"""How long requests wait, compute their prompt and generate, and how large and long steps are. Pure: no clock.
 
-A request counts once a life of the scheduler: preempted or recomputed, it is still the one that came. One that is
-resubmitted to a new life counts there from its arrival there.
+A request counts once in each life of the scheduler, also if it is preempted and recomputed. If it is resubmitted to a
+new life, it counts there from its arrival.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from scheduler.predictor import StepSize
 
 @dataclass(slots=True)
 class Milestones:
-    """When one request came how far, in seconds of the caller's clock."""
+    """When one request reached each stage, in seconds of the caller's clock."""
 
     arrived_s: float
     planned_s: float | None = None
@@ -36,7 +36,7 @@ class Measures:
         self._milestones[seq_id] = Milestones(now_s)
 
     def plan(self, sequences: Iterable[SequenceStep], now_s: float) -> None:
-        """Take the sequences of a step that is planned; new ones among them come with their `init`."""
+        """Take the sequences of a planned step. A new sequence comes with its `init`."""
         for sequence in sequences:
             if sequence.init is None:
                 continue
@@ -52,7 +52,7 @@ class Measures:
         self._step_tokens.observe(size.num_tokens)
 
     def progress(self, updates: Iterable[Update], now_s: float) -> None:
-        """Take what became of sequences: first tokens, and ends."""
+        """Take first tokens and ends of sequences."""
         for update in updates:
             milestones = self._milestones.get(update.seq_id)
             if milestones is None:

@@ -7,7 +7,7 @@ from itertools import islice
 from protocol.messages import SequenceStep
 from scheduler.accounts import Accounts, StepInFlight
 from scheduler.interface import PlannedStep
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import PlannedShare, Sequence
 from scheduler.sizes import init_bytes
 
 MAX_STEPS_IN_FLIGHT = 2
@@ -21,9 +21,9 @@ class Plan:
     budget: int  # tokens
     prompt_budget: int  # tokens of the budget that prompts may have
     num_bytes: int  # of the step's messages
-    shares: list[Share] = field(default_factory=list)
+    shares: list[PlannedShare] = field(default_factory=list)
 
-    def remove(self, share: Share) -> None:
+    def remove(self, share: PlannedShare) -> None:
         """Take a share out again. Its part of the budget for prompts stays spent."""
         self.shares.remove(share)
         self.budget += share.end - share.start
@@ -184,7 +184,7 @@ def _add_share(accounts: Accounts, plan: Plan, sequence: Sequence, num_tokens: i
     end = start + num_tokens
     num_known_tokens = sequence.num_tokens
     num_samples = sequence.num_samples_a_step if end >= num_known_tokens else 0
-    share = Share(sequence, start, end, num_samples, sequence.needs_init)
+    share = PlannedShare(sequence, start, end, num_samples, sequence.needs_init)
     plan.num_bytes -= sequence.share_bytes
     if num_tokens > 1:
         plan.num_bytes -= (num_tokens - 1) * sequence.token_bytes
@@ -212,7 +212,7 @@ def _put_in_flight(accounts: Accounts, plan: Plan) -> PlannedStep:
     return PlannedStep(step.step_id, [_sequence_step(share, block_size) for share in plan.shares], forget)
 
 
-def _sequence_step(share: Share, block_size: int) -> SequenceStep:
+def _sequence_step(share: PlannedShare, block_size: int) -> SequenceStep:
     sequence = share.sequence
     sequence.is_on_executor = True
     block_table = sequence.packed_block_table

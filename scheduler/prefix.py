@@ -1,19 +1,19 @@
-"""Which full blocks can be shared: what their content depends on, as one strong hash.
+"""Which full blocks can be shared: one strong hash stands for everything that a block's content depends on.
 
-The chain starts from who may share at all (tenant, cache salt); each block adds its token ids. Every part is framed by
-its kind and length, so that no two different lists of parts have the same bytes: a cache salt that reads like a
-tenant's name is still a cache salt.
+The chain of hashes starts from who may share at all (tenant, cache salt); each block adds its token ids. Every part is
+framed by its kind and length, so that different lists of parts never have the same bytes: a cache salt that reads like
+a tenant's name is still a cache salt.
 """
 
 import hashlib
 import struct
 
 from scheduler.blocks import BlockManager
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import PlannedShare, Sequence
 
 
 class PrefixCache:
-    """Finds the blocks that a sequence need not compute, because they are known or a step in flight computes them.
+    """Finds the blocks that a sequence need not compute: they are known, or a step in flight computes them.
 
     A block becomes known only once the step that filled it is done.
     """
@@ -22,10 +22,10 @@ class PrefixCache:
         self._blocks = blocks
         self._block_size = block_size
         self._enabled = enabled
-        self.computing: dict[bytes, Share] = {}  # by hash; of two that compute the same, the first
+        self.computing: dict[bytes, PlannedShare] = {}  # by hash; if two compute the same block, the first of them
 
     def find(self, sequence: Sequence) -> list[int] | None:
-        """Return the known blocks with which a sequence can start; None if the next is being computed in flight."""
+        """Return the known blocks with which a sequence can start; None if a step in flight computes the next block."""
         if not self._enabled:
             return []
         num_blocks = sequence.max_num_cached_tokens // self._block_size
@@ -35,28 +35,28 @@ class PrefixCache:
         return blocks
 
     def num_known_tokens(self, sequence: Sequence) -> int:
-        """Return how many tokens are in known blocks with which a sequence could start."""
+        """Return how many tokens the known blocks have with which a sequence could start."""
         if not self._enabled:
             return 0
         num_blocks = sequence.max_num_cached_tokens // self._block_size
         return len(self._find_known(sequence, num_blocks)) * self._block_size
 
-    def enter(self, share: Share) -> None:
-        """A share of known tokens is planned: others may wait for the blocks that it fills."""
+    def enter(self, share: PlannedShare) -> None:
+        """A share of known tokens is planned: other sequences may wait for the blocks that it fills."""
         first_block, end_block = share.start // self._block_size, share.end // self._block_size
         if first_block < end_block and self._enabled:
             share.hashes = self._hashes(share.sequence, end_block)[first_block:end_block]
             for each in share.hashes:
                 self.computing.setdefault(each, share)
 
-    def leave(self, share: Share) -> None:
-        """A share is done, or will not do what was planned."""
+    def leave(self, share: PlannedShare) -> None:
+        """A share is done, or will not be done."""
         for each in share.hashes:
             if self.computing.get(each) is share:
                 del self.computing[each]
 
     def register(self, sequence: Sequence) -> None:
-        """Let others find the blocks of a sequence that are computed to their end."""
+        """Let other sequences find the full blocks of a sequence."""
         end = sequence.num_computed_tokens // self._block_size
         if end > sequence.num_registered_blocks and self._enabled:
             hashes = self._hashes(sequence, end)
@@ -65,17 +65,17 @@ class PrefixCache:
             sequence.num_registered_blocks = end
 
     def clear(self) -> None:
-        """Nothing is in flight any more."""
+        """No step is in flight any more."""
         self.computing.clear()
 
     def _find_known(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """Return the known ones of the first `num_blocks`; the sequence gets their hashes and that of the next."""
+        """Return which of the first `num_blocks` are known. The sequence keeps the hashes that were looked up."""
         return self._blocks.find(self._hashes(sequence, index + 1)[index] for index in range(num_blocks))
 
     def _hashes(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
-        """Return the hashes of at least the first `num_blocks` blocks, all of whose tokens are known.
+        """Return the hashes of at least the first `num_blocks` blocks. All tokens of these blocks are known.
 
-        Those of a prompt's blocks are made once for all sequences of the prompt.
+        The hashes of a prompt's blocks are made once for all sequences of the prompt.
         """
         hashes, of_prompt = sequence.block_hashes, sequence.prompt.block_hashes
         if len(hashes) < min(num_blocks, len(of_prompt)):
@@ -91,13 +91,13 @@ class PrefixCache:
 
 
 def root_hash(tenant: str, cache_salt: str) -> bytes:
-    """Return the 32 bytes from which the chain of a sequence's blocks starts."""
+    """Return the 32 bytes from which the chain of a sequence's block hashes starts."""
     parts = (("tenant", tenant), ("cache_salt", cache_salt))
     return hashlib.sha256(b"".join(_frame(kind, value.encode()) for kind, value in parts)).digest()
 
 
 def block_hash(parent: bytes, token_ids: bytes) -> bytes:
-    """Return the 32 bytes that stand for a full block, whose `token_ids` are int32, and all that comes before it."""
+    """Return the 32 bytes that stand for a full block and all blocks before it. `token_ids` are int32 bytes."""
     return hashlib.sha256(parent + _frame("token_ids", token_ids)).digest()
 
 

@@ -1,7 +1,7 @@
-"""`python -m scheduler.probe`: ask the scheduler of this machine or container whether work can make progress.
+"""`python -m scheduler.probe`: is the scheduler of this machine or container ready, together with its executor?
 
-It reads the scheduler's own variables and keys. The exit status is 0 if it can, else 1, with the reason: readiness of a
-scheduler together with its executor.
+It reads the scheduler's own variables and keys. The exit status is 0 if work can make progress. Otherwise it is 1, and
+the reason is printed.
 """
 
 import os
@@ -16,7 +16,7 @@ from protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway,
 from protocol.settings.loading import load_config
 from protocol.sockets import connect_dealer, new_identity
 
-TIMEOUT_S = 2.0  # less than what probes are commonly given
+TIMEOUT_S = 2.0  # shorter than the usual timeout of a probe
 
 
 def main() -> int:
@@ -33,12 +33,12 @@ def main() -> int:
 
 
 def reachable(address: str) -> str:
-    """Return where to connect to what is bound at `address`."""
+    """Return the address to connect to for a socket that is bound at `address`."""
     return re.sub(r"^tcp://(\*|0\.0\.0\.0|\[::\]):", "tcp://localhost:", address)
 
 
 def ask(address: str, timeout_s: float, keys: ClientKeys | None = None) -> str:
-    """Return why the scheduler at `address` makes no progress, or nothing if it does. It takes `timeout_s` at most."""
+    """Return why the scheduler at `address` makes no progress, or "" if it does. Takes at most `timeout_s`."""
     gateway_id = new_identity()
     deadline_s = time.monotonic() + timeout_s
     with zmq.Context() as context, connect_dealer(context.socket(zmq.DEALER), address, gateway_id, keys) as socket:

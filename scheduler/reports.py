@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: Stats for gateways once a second, and the operator's line in the log."""
+"""What the scheduler reports about itself: Stats for gateways once a second, and the operator's line in the log."""
 
 import logging
 from collections.abc import Mapping
@@ -54,12 +54,12 @@ class StepMeter:
 
 
 class Reports:
-    """Collects what steps, requests and the loop took, and says it. Counts start again with every Scheduler."""
+    """Collects the times of steps, requests and the loop. Counts start again with every Scheduler."""
 
     def __init__(self, now_s: float) -> None:
         self.measures = Measures()
         self.logged_s = now_s  # when the operator's line was last due
-        self._logged: Stats | None = None  # how things stood then
+        self._logged: Stats | None = None  # the Stats of that moment
         self._meter = StepMeter()
         self._lag_s = RecentMaximum(LAG_WINDOW_S)
 
@@ -73,7 +73,7 @@ class Reports:
         self._meter.add(size, result.busy_s, result.waited_s)
 
     def observe_lag(self, seconds: float, now_s: float) -> None:
-        """Take how long something that had arrived waited for the scheduler."""
+        """Take how long a message that had arrived may have waited for the scheduler."""
         self._lag_s.observe(seconds, now_s)
 
     def stats(

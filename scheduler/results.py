@@ -2,7 +2,7 @@
 
 from protocol.messages import SequenceResult, StepResult
 from scheduler.accounts import Accounts
-from scheduler.sequence import Sequence, Share
+from scheduler.sequence import PlannedShare, Sequence
 from scheduler.stopping import append_tokens
 
 
@@ -28,7 +28,7 @@ def apply_result(accounts: Accounts, result: StepResult) -> None:
             accounts.release_held(share)
 
 
-def _sit_out(share: Share) -> None:
+def _sit_out(share: PlannedShare) -> None:
     """No token of the share was computed, so the shares planned on top of it mean nothing either."""
     share.roll_back()
     for later in share.sequence.in_flight:
@@ -36,7 +36,7 @@ def _sit_out(share: Share) -> None:
         share.sequence.needs_init = True  # whatever the executor made of the later share
 
 
-def _advance(accounts: Accounts, share: Share, given: SequenceResult) -> None:
+def _advance(accounts: Accounts, share: PlannedShare, given: SequenceResult) -> None:
     sequence = share.sequence
     if share.keeps_kv:
         sequence.num_computed_tokens = share.end

@@ -16,15 +16,15 @@ def no_ids() -> "array[int]":
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Prompt:
-    """What the sequences of one prompt share: its tokens, and what was worked out of them."""
+    """What the sequences of one prompt have in common: its tokens, and what was computed from them."""
 
     token_ids: "array[int]"  # int32
-    # Of its full blocks, as many as were needed so far; the same for all who share it, tenant and cache salt included.
+    # Of its full blocks, as many as were needed so far. All sequences of a prompt have its tenant and cache salt.
     block_hashes: list[bytes] = field(init=False, default_factory=list)
     _distinct_token_ids: bytes = field(init=False, default=b"")
 
     def distinct_token_ids(self) -> bytes:
-        """Return its tokens, each once, as int32 bytes."""
+        """Return the tokens of the prompt, each once, as int32 bytes."""
         if not self._distinct_token_ids:
             self._distinct_token_ids = array("i", sorted(set(self.token_ids))).tobytes()
         return self._distinct_token_ids
@@ -32,16 +32,19 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What the server makes of a Submit (first part), and how far it is (second part, the scheduler's alone).
+    """What a Submit asks for (the first fields), and how far it is (the others, which only the scheduler changes).
 
-    Progress is numbers: `num_computed_tokens` <= `num_planned_tokens` <= `num_tokens` (and one more if a token that is
-    being sampled is planned on already). Prefill, chunk, decode and resumption differ only in the distance.
+    Progress is numbers: `num_computed_tokens` <= `num_planned_tokens` <= `num_tokens`. `num_planned_tokens` may be one
+    more while a token that is still being sampled is planned on. Prefill, chunk, decode and resumption differ only in
+    the distance between the numbers.
     """
 
     seq_id: int
     prompt: Prompt
     sampling: Sampling
-    output_token_ids: "array[int]" = field(default_factory=no_ids)  # int32, grows; at the start, a resubmission's
+    output_token_ids: "array[int]" = field(
+        default_factory=no_ids
+    )  # int32; grows; not empty at the start of a resubmission
     tenant: str = ""
     priority: int = 0  # lower goes first
     cache_salt: str = ""
@@ -50,29 +53,29 @@ class Sequence:
     num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
     turn: int = field(init=False, default=0)  # of its body, among the waiting
-    share_bytes: int = field(init=False, default=0)  # of messages: what a share of one token takes
-    token_bytes: int = field(init=False, default=0)  # and each one more
-    max_num_tokens: int = field(init=False, default=0)  # of prompt and output; the sequence ends with "length" there
-    num_samples_a_step: int = field(init=False, default=1)  # tokens that a step can sample for it; 0: none is wanted
+    share_bytes: int = field(init=False, default=0)  # that a share of one token takes in messages
+    token_bytes: int = field(init=False, default=0)  # that each further token takes
+    max_num_tokens: int = field(init=False, default=0)  # prompt and output; here it ends with "length"
+    num_samples_a_step: int = field(init=False, default=1)  # tokens that a step can sample for it; 0: it wants no token
     stop_token_ids: frozenset[int] = field(init=False, default=frozenset())
     num_computed_tokens: int = field(init=False, default=0)  # whose KV exists
     num_planned_tokens: int = field(init=False, default=0)  # whose KV exists once the steps in flight are done
     num_cached_tokens: int = field(init=False, default=0)  # of the prompt, found at first admission
-    # Tokens that the prefix cache lacked when it came; all of them, once the executor was lost.
+    # Tokens that the prefix cache lacked when the sequence came; all its tokens, once the executor was lost.
     num_missing_tokens: int = field(init=False, default=0)
     block_table: "array[int]" = field(init=False, default_factory=no_ids)
     packed_block_table: bytes = field(init=False, default=b"")  # the same, as int32
     num_slots: int = field(init=False, default=0)  # tokens that its blocks have room for
     block_hashes: list[bytes] = field(init=False, default_factory=list)  # as many as were needed so far
-    num_registered_blocks: int = field(init=False, default=0)  # of the table, offered for sharing
-    in_flight: "list[Share]" = field(init=False, default_factory=list)  # oldest first
+    num_registered_blocks: int = field(init=False, default=0)  # of the table; other sequences can find them
+    in_flight: "list[PlannedShare]" = field(init=False, default_factory=list)  # oldest first
     is_running: bool = field(init=False, default=False)
     was_admitted: bool = field(init=False, default=False)
     needs_init: bool = field(init=False, default=True)
-    is_on_executor: bool = field(init=False, default=False)  # an executor may keep state for it
+    is_on_executor: bool = field(init=False, default=False)  # the executor may keep state for it
     finish_reason: str | None = field(init=False, default=None)
-    prompt_logprobs: Logprobs | None = field(init=False, default=None)  # collected so far; None: not wanted (any more)
-    num_deaths: int = field(init=False, default=0)  # of executors with this in flight, since its last new token
+    prompt_logprobs: Logprobs | None = field(init=False, default=None)  # collected so far; None: not wanted, or sent
+    num_deaths: int = field(init=False, default=0)  # of executors while it was in flight, since its last token
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -83,11 +86,11 @@ class Sequence:
 
     @property
     def num_remaining_tokens(self) -> int:
-        """Tokens that can be planned now, one that is being sampled included."""
+        """Tokens that can be planned now, including a token that is being sampled."""
         in_flight = self.in_flight
         if not in_flight or not (num_samples := in_flight[-1].num_samples):
             return self.num_tokens - self.num_planned_tokens
-        # Either the token in flight is the last one, whatever its value, or it can be planned on.
+        # Unless the token in flight is the last one, it can be planned on.
         return 1 if self.num_tokens + num_samples < self.max_num_tokens else 0
 
     @property
@@ -97,12 +100,12 @@ class Sequence:
 
     @property
     def queue_key(self) -> tuple[int, bool, int, int]:
-        """Order of waiting: by priority; those that ran before newcomers, who take turns; by arrival."""
+        """Order of waiting: priority; sequences that ran before come first, newcomers take turns; arrival."""
         return self.priority, not self.was_admitted, 0 if self.was_admitted else self.turn, self.arrival
 
     @property
     def max_num_cached_tokens(self) -> int:
-        """Tokens that may come from the prefix cache: the last one never, and none whose logprobs are still missing."""
+        """Tokens that may come from the prefix cache: not the last one, and no token whose logprobs are missing."""
         if self.prompt_logprobs is None or self.prompt_logprobs.num_tokens >= len(self.prompt_token_ids) - 1:
             return self.num_tokens - 1
         return self.prompt_logprobs.num_tokens
@@ -118,7 +121,7 @@ class Sequence:
         return packed
 
     def make_init(self) -> SequenceInit:
-        """Return all that an executor must know to go on with the tokens that are known now."""
+        """Return all that an executor must know to go on from the tokens that are known now."""
         sampling = self.sampling
         return SequenceInit(
             sampling=sampling,
@@ -130,7 +133,7 @@ class Sequence:
         )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:
-        """Add what is new in the log probabilities of prompt tokens from `first_token_index` on."""
+        """Add the new ones of the given log probabilities, which begin at prompt token `first_token_index`."""
         if self.prompt_logprobs is None:
             return
         num_known = self.prompt_logprobs.num_tokens  # of tokens 1 and on
@@ -138,18 +141,18 @@ class Sequence:
         self.prompt_logprobs = self.prompt_logprobs + new if num_known else new
 
 
-class Share(msgspec.Struct, eq=False):
+class PlannedShare(msgspec.Struct, eq=False):
     """One sequence's part of a step in flight: positions `start` to `end`."""
 
     sequence: Sequence
     start: int
     end: int
-    num_samples: int  # tokens that it samples: 0 for a chunk, else it ends at the sequence's last token
+    num_samples: int  # tokens that it samples; 0 for a chunk, which ends before the sequence's last token
     has_init: bool
     hashes: Iterable[bytes] = ()  # of the blocks that it fills, as far as they are known
-    keeps_kv: bool = True  # False once the sequence was preempted: its token counts, its KV is gone
-    is_void: bool = False  # the result says nothing: the share before it was not computed
-    held_blocks: "array[int] | None" = None  # released when this step is done: the sequence let go of them in flight
+    keeps_kv: bool = True  # False once the sequence let go of its blocks: its token counts, its KV is gone
+    is_void: bool = False  # its result means nothing: the share before it was not computed
+    held_blocks: "array[int] | None" = None  # released when this step is done; the sequence let go of them before
 
     def roll_back(self) -> None:
         """Have the tokens of this share planned again."""

@@ -1,7 +1,7 @@
 """The scheduler's process: both sockets, the clock, and one loop around the pure scheduler.
 
 Each turn: wait until something arrives or is due; take what the executor says, then a bounded number of gateway
-messages; plan a step if it is time to; send each gateway what it lacks.
+messages; plan a step if one is due; send each gateway what it lacks.
 """
 
 import logging
@@ -20,8 +20,8 @@ from protocol.messages import ExecutorReady, Ready, Stats
 from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address
 from scheduler.backend import Backend
 from scheduler.door import keep_door, report_refused
-from scheduler.executor_link import LONGEST_LOOK_S
-from scheduler.frontend import Frontend, Service
+from scheduler.executor_link import MAX_LOOK_S
+from scheduler.frontend import Frontend, Offer
 from scheduler.reports import Reports
 from scheduler.scheduler import Limits, Scheduler
 
@@ -40,8 +40,8 @@ def open_server(
 ) -> Iterator["Server"]:
     """Bind both addresses while the context lasts. Raises ValueError if one cannot be bound, or lacks its keys.
 
-    `high_water_mark` is how many messages wait for a gateway that does not read them; no Step is sent that is longer
-    than `max_step_bytes`.
+    `high_water_mark` is how many messages wait for a gateway that does not read them. A Step of more than
+    `max_step_bytes` is not sent.
     """
     frontend_keys, backend_keys = server_keys(config)
     with (
@@ -84,7 +84,7 @@ class Server:
         self._kept_house_s = clock()
         self._num_checked_steps = 0  # steps after which the accounts were last found to agree
         self._num_seen_steps = 0
-        self._stuck_s = 0.0  # for how long nothing was planned although there is work, and an executor for it
+        self._stuck_s = 0.0  # for how long no step was planned although there is work and an executor for it
         self._wake_reader, self._wake_writer = wakeup
         self._poller = zmq.Poller()
         for source in (backend, frontend, self._wake_reader):
@@ -184,13 +184,13 @@ class Server:
             )
         )
         self.reports.begin(self._stats(scheduler))
-        service = Service(
+        offer = Offer(
             scheduler=scheduler,
             vocab_size=described.vocab_size,
             ready=self._ready,
             measures=self.reports.measures,
         )
-        self.frontend.offer(service)
+        self.frontend.offer(offer)
         return scheduler
 
     def _ready(self) -> Ready:
@@ -229,7 +229,7 @@ class Server:
         if self.scheduler is None:
             return
         self._may_plan |= self.backend.watch(now_s)
-        self._watch_planning(self.scheduler, min(interval_s, LONGEST_LOOK_S))
+        self._watch_planning(self.scheduler, min(interval_s, MAX_LOOK_S))
         self._check_when_idle(self.scheduler)
         stats = self._stats(self.scheduler)
         self.frontend.finish_rate.observe(sum(stats.finished.values()), interval_s, is_busy=self.scheduler.has_work)

@@ -1,28 +1,28 @@
-"""How many bytes a share takes, at most, in the Step that asks for it and in the StepResult: messages have a limit."""
+"""How many bytes a share takes at most in its Step and in the StepResult, since messages have a limit."""
 
 from protocol.messages import logprob_bytes
 from protocol.sampling import Sampling
 from protocol.sockets import MAX_MESSAGE_BYTES
 from scheduler.sequence import Sequence
 
-MAX_STEP_BYTES = MAX_MESSAGE_BYTES // 2  # of both together, so that what is not counted here never matters
+MAX_STEP_BYTES = MAX_MESSAGE_BYTES // 2  # of both messages together; leaves room for what is not counted here
 FRAME_BYTES = 256  # around a share and its result: numbers, lengths, the plain sampling parameters
 
 
 def share_bytes(sequence: Sequence) -> int:
-    """Return what a share of one token takes, with the block table that the sequence has now."""
+    """Return how many bytes a share of one token takes, with the present block table of the sequence."""
     num_alternatives = sequence.sampling.num_logprobs
     num_logprob_bytes = 0 if num_alternatives is None else logprob_bytes(num_alternatives)
     return FRAME_BYTES + num_logprob_bytes + sequence.token_bytes + len(sequence.packed_block_table)
 
 
 def token_bytes(sampling: Sampling) -> int:
-    """Return what each token of a share takes."""
+    """Return how many bytes each further token of a share takes."""
     return 4 + (0 if sampling.num_prompt_logprobs is None else logprob_bytes(sampling.num_prompt_logprobs))
 
 
 def init_bytes(sequence: Sequence) -> int:
-    """Return what the SequenceInit of a sequence takes."""
+    """Return how many bytes the SequenceInit of a sequence takes."""
     sampling = sequence.sampling
     num_ids = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + 3 * len(sampling.logit_bias)
     if sampling.has_penalties:

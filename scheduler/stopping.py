@@ -1,4 +1,4 @@
-"""When a sequence ends, judged on integers: stop ids, `min_tokens`, `max_tokens`, `max_model_len`."""
+"""When a sequence ends, by integers alone: stop ids, `min_tokens`, `max_tokens`, `max_model_len`."""
 
 from scheduler.sequence import Sequence
 
@@ -14,7 +14,7 @@ def finish_reason(sequence: Sequence) -> str | None:
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], str | None]:
-    """Append tokens up to the first that ends the sequence; return those appended and the finish reason."""
+    """Append tokens up to the first that ends the sequence; return the appended tokens and the finish reason."""
     outputs, num_tokens = sequence.output_token_ids, sequence.num_tokens
     for token_id in token_ids:
         outputs.append(token_id)

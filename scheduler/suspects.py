@@ -1,17 +1,16 @@
-"""Finding the one request that kills executors, so that it ends and the others do not."""
+"""Which request kills executors: it is found, so that it ends and the others go on."""
 
 from collections.abc import Collection
-from collections.abc import Sequence as Sequences
 
 from scheduler.sequence import Sequence
 
-MAX_DEATHS = 1  # one may be chance; a sequence that was there at more is a suspect
+MAX_DEATHS = 1  # one death may be chance; a sequence that was in flight at more deaths is a suspect
 
 
 class Suspects:
-    """While there are suspects, only they are admitted, in groups of at most half the last one that died.
+    """While there are suspects, only suspects are admitted, in groups of at most half the last group that died.
 
-    A sequence is no suspect any more once it has a new token: it has lived through the step that killed.
+    A sequence stops being a suspect once it gets a new token: it has survived the step that killed.
     """
 
     def __init__(self) -> None:
@@ -19,7 +18,7 @@ class Suspects:
         self._max_group = 1
 
     def accuse(self, in_flight: Collection[Sequence]) -> Sequence | None:
-        """An executor died with these sequences in flight: return the culprit, if it is known now."""
+        """An executor died with these sequences in flight: return the culprit if it is found, else None."""
         for sequence in in_flight:
             sequence.num_deaths += 1
         suspects = [sequence for sequence in in_flight if sequence.num_deaths > MAX_DEATHS]
@@ -34,7 +33,7 @@ class Suspects:
         sequence.num_deaths = 0
         self._seq_ids.discard(sequence.seq_id)
 
-    def admissible(self, waiting: Sequences[Sequence], running: Sequences[Sequence]) -> Sequences[Sequence]:
+    def admissible(self, waiting: list[Sequence], running: list[Sequence]) -> list[Sequence]:
         """Return which of the waiting sequences may join the running ones."""
         if not self._seq_ids:
             return waiting

@@ -1,12 +1,12 @@
-"""How much each tenant has been served, for choosing who gives way."""
+"""How much each tenant has been served, to choose whose sequence is preempted."""
 
 
 class TenantUsage:
     """Counts tokens for the tenants that have a sequence here.
 
-    Each token counts once, however often it is computed: recomputing must not change who gives way, or two tenants
-    could push each other out for ever. A tenant that comes starts level with the least served of those present, so
-    that those who have waited are not pushed out by every newcomer.
+    Each token counts once, however often it is computed: if recomputing changed the order, two tenants could preempt
+    each other for ever. A new tenant starts with the count of the least served tenant present, so that newcomers do
+    not preempt everybody who has waited.
     """
 
     def __init__(self) -> None:
@@ -14,7 +14,7 @@ class TenantUsage:
         self._num_seqs: dict[str, int] = {}
 
     def join(self, tenant: str) -> None:
-        """A sequence of this tenant comes."""
+        """A sequence of this tenant has come."""
         if tenant not in self._num_seqs:
             self._num_served_tokens[tenant] = min(self._num_served_tokens.values(), default=0)
             self._num_seqs[tenant] = 0

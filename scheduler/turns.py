@@ -1,9 +1,9 @@
-"""Whose turn it is among the waiting: a client with much to do takes turns with the others.
+"""Whose turn it is among the waiting sequences: a client with many sequences takes turns with the others.
 
-Sequences of one body wait for turns that follow one another; who comes anew waits for the next one. So whoever has
-one sequence waits for one of each other body, however many those have, and nobody is passed by for ever: a turn is
-open only to those who came before it began. (Start-time fair queueing: Goyal, Vin and Cheng, 1996; here each sequence
-counts as much.)
+The sequences of one body get consecutive turns; a new body gets the next turn. So a single sequence waits for at most
+one sequence of each other body, however many these bodies have. Nobody is overtaken for ever, because only sequences
+that came before a turn began are in it. (Start-time fair queueing: Goyal, Vin and Cheng, 1996; here every sequence has
+the same weight.)
 """
 
 
@@ -11,12 +11,12 @@ class Turns:
     """Gives each sequence its turn, a number; lower ones go first."""
 
     def __init__(self) -> None:
-        self._now = 0  # the latest turn of which a sequence was admitted
+        self._now = 0  # the latest turn in which a sequence was admitted
         self._next: dict[str, int] = {}  # by body_id: the turn after its last one
-        self._num_seqs: dict[str, int] = {}  # by body_id: that have not ended
+        self._num_seqs: dict[str, int] = {}  # by body_id: sequences that have not ended
 
     def join(self, body_id: str) -> int:
-        """Return the turn of a sequence that comes; without a `body_id` it is a body of its own."""
+        """Return the turn of a new sequence. Without a `body_id` it is a body of its own."""
         turn = self._now + 1
         if body_id:
             turn = max(turn, self._next.get(body_id, 0))
@@ -25,7 +25,7 @@ class Turns:
         return turn
 
     def begin(self, turn: int) -> None:
-        """A sequence of this turn is admitted."""
+        """A sequence of this turn has been admitted."""
         self._now = max(self._now, turn)
 
     def leave(self, body_id: str) -> None:
