@@ -138,6 +138,10 @@ def nested(path: Path, num_bytes: int) -> None:
     path.write_text('{"weight_map": ' + "[" * 100_000 + "]" * 100_000 + "}")
 
 
+# Told by its size and not by its content, which is not read: nothing but zeros is no JSON either.
+SAID = {sparse: "it has more than [0-9,]+ bytes", nested: ""}
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     directory = write_byte_level_model(tmp_path / "model")
@@ -152,7 +156,7 @@ def test_a_small_file_of_absurd_size_or_nesting_stops_a_pull(
     name: str, write: Callable[[Path, int], None], checkpoint: Path
 ) -> None:
     write(checkpoint / name, LARGEST_LIST_BYTES + 1)
-    with pytest.raises(ModelError, match=str(checkpoint / name)):
+    with pytest.raises(ModelError, match=f"{checkpoint / name}.*{SAID[write]}"):
         resolve_model(str(checkpoint))
 
 
@@ -161,7 +165,7 @@ def test_an_executor_refuses_a_config_of_absurd_size_or_nesting(
     write: Callable[[Path, int], None], checkpoint: Path
 ) -> None:
     write(checkpoint / "config.json", LARGEST_BYTES + 1)
-    with pytest.raises(ValueError, match=str(checkpoint / "config.json")):
+    with pytest.raises(ValueError, match=f"{checkpoint / 'config.json'}.*{SAID[write]}"):
         read_model_config(checkpoint)
 
 
@@ -174,7 +178,7 @@ def test_a_gateway_refuses_files_of_absurd_size_or_nesting(
     name: str, write: Callable[[Path, int], None], checkpoint: Path
 ) -> None:
     write(checkpoint / name, LARGEST_LIST_BYTES + 1)
-    with pytest.raises(ValueError, match=str(checkpoint / name)):
+    with pytest.raises(ValueError, match=f"{checkpoint / name}.*{SAID[write]}"):
         read_model_files(Config(model=str(checkpoint)))
 
 
