@@ -131,6 +131,7 @@ def test_ranks_that_refuse_to_start_end_all_of_them(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "octavo", "supervise", "--all-ranks", "--", *child("refuses", tmp_path)]
     done = subprocess.run(command, env={**os.environ, "OCTAVO_TENSOR_PARALLEL_SIZE": "2"}, timeout=60)
     assert done.returncode == 2
+    assert lives(tmp_path)  # it is a rank that refuses, and not the command
     assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
 
 
