@@ -1,4 +1,4 @@
-"""What a Submit must be, before it becomes a sequence."""
+"""Which Submits become sequences."""
 
 import msgspec
 import pytest
@@ -39,7 +39,7 @@ def test_every_field_arrives():
         ({"sampling": Sampling(max_tokens=1, seed=1, logit_bias=((-2, 0.0),))}, "logit_bias has -2"),
     ],
 )
-def test_what_would_hurt_an_executor_is_refused(fields, words):
+def test_a_submit_that_would_crash_an_executor_is_refused(fields, words):
     submit = msgspec.structs.replace(GOOD, **fields)
     with pytest.raises(SubmitError, match=words):
         make_sequence(submit, make_prompt(submit, 100), 7, vocab_size=100)

@@ -33,7 +33,7 @@ def test_eviction_takes_free_blocks_first_and_then_tails_before_their_parents() 
     assert blocks.find([b"a", b"b", b"c"]) == table[:2]
 
 
-def test_the_first_block_of_a_hash_stays_the_one() -> None:
+def test_the_first_block_of_a_hash_is_kept_and_found() -> None:
     blocks = BlockManager(2)
     first, second = blocks.allocate(2)
     blocks.register(first, b"a")

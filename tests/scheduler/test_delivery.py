@@ -43,7 +43,7 @@ def ledger() -> Ledger:
 
 
 def deliver(ledger: Ledger, *, is_taken: bool = True, now_s: float = 0.0) -> list[Output]:
-    """Return what a socket is given for all gateways; it takes all of it, or nothing."""
+    """Return the outputs that the sockets of all gateways get; they take all outputs, or none."""
     given = []
     for gateway in ledger.gateways_behind(now_s):
         for outputs, records in ledger.batches(gateway):
@@ -68,7 +68,7 @@ def test_new_tokens_go_once(ledger):
     assert deliver(ledger) == []
 
 
-def test_what_a_hello_lacks_is_sent_again(ledger):
+def test_tokens_that_a_hello_lacks_are_sent_again(ledger):
     ledger.extend(Update(7, [10, 11, 12]))
     deliver(ledger)
     ledger.hello(GATEWAY, hello(2, ("a", 1)), 0.0)
@@ -99,20 +99,20 @@ def test_a_hello_that_was_overtaken_is_ignored(ledger):
     assert ledger.num_records == 1
 
 
-def test_what_a_later_hello_does_not_list_is_aborted(ledger):
+def test_a_request_that_a_later_hello_does_not_list_is_aborted(ledger):
     assert ledger.hello(GATEWAY, hello(2), 0.0).unwanted == [7]
     ledger.extend(Update(7, [], "abort"))
     assert deliver(ledger) == []
 
 
-def test_a_hello_from_before_the_submit_says_nothing_of_it(ledger):
-    ledger.admit(GATEWAY, submit("b", 2), 8)  # the Hello 2 that was sent before it arrives after it
+def test_a_hello_from_before_the_submit_does_not_end_the_request(ledger):
+    ledger.admit(GATEWAY, submit("b", 2), 8)  # Hello 2 was sent before the Submit, and arrives after it
     outcome = ledger.hello(GATEWAY, hello(2, ("a", 0)), 0.0)
     assert (outcome.unknown, outcome.unwanted) == ([], [])
     assert ledger.hello(GATEWAY, hello(3, ("a", 0)), 0.0).unwanted == [8]
 
 
-def test_what_is_listed_and_not_here_is_unknown(ledger):
+def test_a_listed_request_that_the_ledger_lacks_is_unknown(ledger):
     assert ledger.hello(GATEWAY, hello(2, ("a", 0), ("b", 3)), 0.0).unknown == ["b"]
     assert ledger.hello(b"other", hello(1, ("a", 0)), 0.0).unknown == ["a"]
 
@@ -125,11 +125,11 @@ def test_a_submit_that_a_later_hello_has_left_out_is_unwanted(ledger):
     assert not ledger.is_wanted(b"nobody", submit("c", 9))
 
 
-def test_a_full_queue_merges_what_follows(ledger):
+def test_a_full_queue_merges_the_outputs_that_follow(ledger):
     ledger.extend(Update(7, [10]))
     assert len(deliver(ledger, is_taken=False)) == 1
     ledger.extend(Update(7, [11]))
-    assert deliver(ledger, now_s=0.001) == []  # it is not tried at every turn
+    assert deliver(ledger, now_s=0.001) == []  # there is a pause between attempts
     ledger.extend(Update(7, [12], "stop"))
     assert spans(deliver(ledger, now_s=1.0)) == [("a", 0, [10, 11, 12], "stop")]
     assert deliver(ledger, now_s=2.0) == []
@@ -141,7 +141,7 @@ def test_a_resubmission_counts_on(ledger):
     assert spans(deliver(ledger)) == [("b", 5, [10, 11], None)]
     ledger.hello(GATEWAY, hello(2, ("a", 0), ("b", 6)), 0.0)
     assert spans(deliver(ledger)) == [("b", 6, [11], None)]
-    ledger.hello(GATEWAY, hello(3, ("a", 0), ("b", 3)), 0.0)  # said before it submitted again
+    ledger.hello(GATEWAY, hello(3, ("a", 0), ("b", 3)), 0.0)  # sent before it submitted again
     assert spans(deliver(ledger)) == [("b", 5, [10, 11], None)]
 
 
@@ -182,11 +182,11 @@ def test_messages_stay_small(ledger):
     [gateway] = ledger.gateways_behind(0.0)
     sizes = [len(outputs.outputs) for outputs, _ in ledger.batches(gateway)]
     assert sum(sizes) == num_requests
-    assert max(sizes) == 1  # two of them are as large as a message may be, without what is around them
+    assert max(sizes) == 1  # two of them fill a message by themselves
 
 
-def test_the_output_of_one_request_is_cut_where_a_message_has_no_room_for_it(ledger):
-    """A gateway that reads nothing for long lacks more of one request than a message may have."""
+def test_a_long_output_of_one_request_is_cut_into_several_messages(ledger):
+    """A gateway that reads nothing for a long time lacks more of one request than fits into a message."""
     num_tokens = MAX_OUTPUTS_BYTES // 8
     values = bytes(4 * num_tokens)
     ledger.extend(Update(7, [1] * num_tokens, "length", Logprobs(2, values, values, 2 * values, 2 * values)))
@@ -200,14 +200,14 @@ def test_the_output_of_one_request_is_cut_where_a_message_has_no_room_for_it(led
     ]
     assert sum(len(piece.token_ids) for piece in pieces) == 4 * num_tokens
     assert sum(len(piece.logprobs.top_logprobs) for piece in pieces) == 8 * num_tokens
-    # A message that is not taken leaves the rest to be sent, the finish too.
+    # If only the first message is taken, the others are sent later, with the finish.
     outputs, records = next(ledger.batches(gateway))
     ledger.mark_sent(gateway, outputs, records)
     assert next(output.first_token_index for output in deliver(ledger)) == len(pieces[0].token_ids) // 4
     assert deliver(ledger) == []
 
 
-def test_only_what_was_taken_counts_as_sent(ledger):
+def test_only_outputs_that_the_socket_took_count_as_sent(ledger):
     """The queue fills between two messages of one delivery."""
     for seq_id in (100, 101):
         ledger.admit(GATEWAY, submit(f"r{seq_id}", 1), seq_id)
@@ -230,9 +230,9 @@ def test_a_silent_gateway_is_dead(ledger):
     assert ledger.hello(GATEWAY, hello(9, ("a", 0)), 11.0).unknown == ["a"]  # it was only frozen
 
 
-def test_a_gateway_is_not_silent_while_what_it_said_was_not_read(ledger):
+def test_a_gateway_is_not_silent_while_its_messages_wait_to_be_read(ledger):
     assert ledger.drop_dead(99.0, all_heard_s=9.0) == {}
-    ledger.hear(GATEWAY, 99.0)  # whatever it was
+    ledger.hear(GATEWAY, 99.0)  # any message
     assert ledger.drop_dead(99.0, all_heard_s=99.0) == {}
 
 
@@ -278,7 +278,7 @@ def test_any_order_of_events_delivers_every_token_once(seed):
         if up and drawn.random() < 0.5:
             message = up[0] if is_calm else drawn.choice(up)
             if is_calm or drawn.random() < 0.7:
-                up.remove(message)  # otherwise it will come again
+                up.remove(message)  # otherwise it arrives again
             if is_calm or drawn.random() < 0.8:
                 ledger.hello(GATEWAY, message, 0.0)
         down += deliver(ledger, is_taken=is_calm or drawn.random() < 0.7, now_s=float(turn))

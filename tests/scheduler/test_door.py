@@ -1,4 +1,4 @@
-"""The scheduler's tcp:// addresses: who has the right key is answered, nobody else gets anything or does any harm."""
+"""The scheduler's tcp:// addresses: peers with the right key are answered; all others get nothing and do no harm."""
 
 import selectors
 import socket as sockets
@@ -83,7 +83,7 @@ def generates(gateway, request_id):
 
 @contextmanager
 def watched(address, keys=None):
-    """Yield a DEALER to the scheduler, and what watches its handshakes."""
+    """Yield a DEALER to the scheduler, and the HandshakeWatch of its socket."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         handshakes = HandshakeWatch(socket, address, has_keys=keys is not None)
         connect_dealer(socket, address, new_identity(), keys)
@@ -94,7 +94,7 @@ def watched(address, keys=None):
 
 
 def gets_nothing(address, keys, for_ms=300):
-    """Return whether a DEALER that says what gateways and executors say, over and over, gets no answer."""
+    """Return whether a DEALER that sends messages of gateways and executors several times gets no answer."""
     identity = new_identity()
     with zmq.Context() as context, connect_dealer(context.socket(zmq.DEALER), address, identity, keys) as socket:
         for _ in range(3):
@@ -137,14 +137,14 @@ def test_a_key_that_nobody_made_is_not_let_in(peers, scheduler, keys):
     assert generates(peers[0], "r")
 
 
-def test_who_has_a_good_key_but_another_schedulers_gets_nothing(peers, scheduler, keys):
+def test_a_peer_with_a_good_key_and_another_schedulers_gets_nothing(peers, scheduler, keys):
     mistaken = keys["gateway"]._replace(scheduler=zmq.curve_keypair()[0])
     assert gets_nothing(scheduler.config.frontend_address, mistaken)
     assert generates(peers[0], "r")
 
 
 def test_nobody_poses_as_the_scheduler(keys):
-    """A gateway with keys says nothing to who has the address, but not the scheduler's secret."""
+    """A gateway with keys sends nothing to a socket that has the address, but not the scheduler's secret key."""
     with zmq.Context() as context, bind_router(context, "tcp://127.0.0.1:*") as impostor:
         assert gets_nothing(impostor.get(zmq.LAST_ENDPOINT).decode(), keys["gateway"])
         assert not impostor.poll(0)
@@ -153,8 +153,8 @@ def test_nobody_poses_as_the_scheduler(keys):
             assert impostor.poll(30_000)
 
 
-def test_nobody_is_let_in_where_no_door_is_kept(config, keys):
-    """Without the thread that says who may come in, nobody may."""
+def test_nobody_is_let_in_without_the_thread_that_checks_keys(config, keys):
+    """The thread that checks keys is missing."""
     frontend, _ = server_keys(config)
     with zmq.Context() as context, bind_router(context, "tcp://127.0.0.1:*", frontend) as router:
         address = router.get(zmq.LAST_ENDPOINT).decode()
@@ -167,9 +167,9 @@ def test_the_probe_of_the_schedulers_machine_is_let_in(peers, scheduler, keys):
     assert "answers" in ask(scheduler.config.frontend_address, 0.3)
 
 
-def test_what_passes_is_not_plain_text(config, scheduler, keys):
+def test_messages_with_keys_are_not_plain_text(config, scheduler, keys):
     """A relay between gateway and scheduler sees neither the prompt nor the model's name."""
-    prompt = [int.from_bytes(b"eyes", "little")] * 200  # in no vocabulary, so it is rejected
+    prompt = [int.from_bytes(b"eyes", "little")] * 200  # not in the vocabulary, so it is rejected
     captured = bytearray()
     with (
         FakeExecutor(config.backend_address, keys=keys["executor"]),
@@ -184,8 +184,8 @@ def test_what_passes_is_not_plain_text(config, scheduler, keys):
         assert plain not in captured
 
 
-def test_without_keys_it_is_plain_text(tmp_path):
-    """The relay would have seen it."""
+def test_messages_without_keys_are_plain_text(tmp_path):
+    """So the relay would see plain text if there were any."""
     config = toy_config(
         tmp_path, frontend_address=f"tcp://127.0.0.1:{free_port()}", backend_address=f"tcp://127.0.0.1:{free_port()}"
     )
@@ -206,7 +206,7 @@ def test_without_keys_it_is_plain_text(tmp_path):
 
 @contextmanager
 def relay(target, captured):
-    """Yield an address that leads to `target`; what passes is added to `captured`."""
+    """Yield an address that leads to `target`; all bytes that pass are added to `captured`."""
     host, _, port = target.removeprefix("tcp://").rpartition(":")
     stop = threading.Event()
     listener = sockets.create_server(("127.0.0.1", 0))
@@ -272,7 +272,7 @@ def test_a_flood_of_strangers_is_logged_once_and_holds_up_nothing(peers, schedul
             stack.enter_context(connect_dealer(context.socket(zmq.DEALER), address, new_identity()))
 
         def is_logged():
-            knock()  # either end may be first to find that the other has no keys: then it tells the other nothing
+            knock()  # if the client is first to find that keys are missing, it tells the scheduler nothing
             return "turned somebody away" in caplog.text
 
         for _ in range(50):
@@ -319,7 +319,7 @@ def test_new_keys_take_a_restart_and_peers_come_back_by_themselves(scheduler, co
 
 
 def test_a_process_without_a_key_is_answered_by_a_scheduler_that_asks_for_none(config, scheduler, tmp_path):
-    """What libzmq takes for the end of a link is none."""
+    """libzmq ends the link after a failed handshake; the process connects again all the same."""
     bare = toy_config(tmp_path, frontend_address=config.frontend_address, backend_address=f"ipc://{tmp_path}/backend")
     tmp_path.chmod(0o700)
     with watched(config.frontend_address) as (socket, handshakes):

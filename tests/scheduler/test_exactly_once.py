@@ -84,7 +84,7 @@ class House:
         return gateway.start(f"r{len(gateway.streams)}", prompt, sampling)
 
     def finish(self) -> None:
-        """Wait until all is done; assert that each stream is what it would be on a good day."""
+        """Wait until all streams have ended; assert that each is the same as without trouble."""
         for gateway in self.gateways:
             gateway.wait_all(60)
         for gateway in self.gateways:
@@ -167,7 +167,7 @@ def test_bad_links_and_restarted_executors(directory, seed):
             streams = house.start_streams(gateway, 5)
             wait_until(lambda streams=streams: any(stream.token_ids for stream in streams))
             if number == 1:
-                executor.freeze()  # a hung one is ended before the next starts
+                executor.freeze()  # a hung executor is ended before the next starts
             executor.kill()
             executor = house.start_executor(num_blocks=64 + number)
         house.start_streams(gateway, 3)
@@ -245,8 +245,8 @@ def test_a_gateway_that_dies_behind_a_bad_link(directory, seed):
         house.finish()
 
 
-def test_what_an_old_life_says_is_ignored(directory):
-    """Two executors at once, of which one is over: it may say what it likes."""
+def test_messages_of_an_old_life_are_ignored(directory):
+    """There are two executors at once; the scheduler has ended the life of one of them."""
     with House(directory, 0, gateway_link=False, executor_link=False) as house:
         server = house.start_scheduler()
         old = house.start_executor()

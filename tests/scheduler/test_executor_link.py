@@ -1,4 +1,4 @@
-"""The window of steps: in order, each result once, and only of the lives that are not over."""
+"""The window of steps: results in order, each once, and none from a life that is over."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def link() -> ExecutorLink:
     return link
 
 
-def test_nobody_there():
+def test_without_an_executor_nothing_can_progress():
     link = ExecutorLink("s1", peer_timeout_s=10.0, stall_timeout_s=30.0)
     assert not link.can_progress(0.0)
     assert not link.is_current(result(1))
@@ -70,7 +70,7 @@ def test_results_of_other_lives_are_stale(link):
     assert not link.is_current(result(1, scheduler="s0"))
 
 
-def test_what_is_unanswered_is_sent_again(link):
+def test_steps_without_an_answer_are_sent_again(link):
     put_in_flight(link, 1, 2)
     assert link.unanswered() == [b"step 1", b"step 2"]
     completed(link, result(2))
@@ -153,7 +153,7 @@ def test_a_restarted_executor_takes_over_once_it_echoes(link):
 
 
 @pytest.mark.parametrize("how", ["silence", "unreachable", "failed"])
-def test_a_restarted_executor_takes_over_at_once_from_one_that_is_lost(link, how):
+def test_a_restarted_executor_takes_over_at_once_from_a_lost_one(link, how):
     if how == "unreachable":
         link.mark_unreachable()
     elif how == "failed":
@@ -162,7 +162,7 @@ def test_a_restarted_executor_takes_over_at_once_from_one_that_is_lost(link, how
 
 
 def test_a_ghost_does_not_end_a_life(link):
-    """A message of a process that died unnoticed arrives late: nobody echoes, and nothing changes."""
+    """A message of a process that has died arrives late: nobody echoes the Welcome, and nothing changes."""
     put_in_flight(link, 1)
     assert link.arrive(b"ghost", ready("e0"), 1.0) is Arrival.NEWCOMER
     assert completed(link, result(1)) == [1]
@@ -177,7 +177,7 @@ def test_a_failed_life_is_over(link):
     assert link.arrive(b"one", ready(), 0.0) is Arrival.STALE
 
 
-def test_silence_is_loss_and_a_sign_of_life_ends_it(link):
+def test_a_silent_executor_makes_no_progress_until_it_is_heard(link):
     assert link.can_progress(10.0)
     assert not link.can_progress(10.1)
     link.hear(Progress("e0", 1, 1), 11.0)
@@ -197,16 +197,16 @@ def test_unreachable_until_heard(link):
 
 
 def stall(link: ExecutorLink, seconds: int, start_s: int) -> None:
-    """The executor says that it is there all the time, and no more."""
+    """The executor says all the time that it is there, and its step does not progress."""
     for now_s in range(start_s, start_s + seconds):
         link.arrive(b"one", ready(), float(now_s))
         link.hear(Progress("e1", 1, 3), float(now_s))
         link.watch(float(now_s))
 
 
-def test_an_executor_that_is_heard_of_and_gets_on_with_nothing_makes_no_progress(link):
+def test_an_executor_that_only_says_it_is_there_makes_no_progress(link):
     stall(link, 100, start_s=0)
-    assert link.can_progress(100.0)  # nothing is asked of it
+    assert link.can_progress(100.0)  # it has no step to do
     put_in_flight(link, 1, 2)
     stall(link, 30, start_s=100)
     assert link.can_progress(130.0)
@@ -234,7 +234,7 @@ def test_a_freeze_of_both_is_no_stall(link):
     assert link.can_progress(1003.0)
 
 
-def test_steps_that_are_given_up_are_in_flight_no_more(link):
+def test_steps_that_are_given_up_are_no_longer_in_flight(link):
     put_in_flight(link, 1, 2)
     stall(link, 40, start_s=100)
     link.give_up()
@@ -244,9 +244,9 @@ def test_steps_that_are_given_up_are_in_flight_no_more(link):
     assert link.welcome(3) == Welcome("s1", "e1", 3)
 
 
-def test_a_life_that_was_replaced_is_idle_while_it_is_heard_of_and_not_if_its_messages_were_only_late(link):
+def test_a_replaced_life_is_idle_while_it_is_heard_and_not_if_its_messages_were_only_late(link):
     link.arrive(b"two", ready("e2", welcomed_by="s1"), 1.0)
-    for _ in range(5):  # what was delayed comes all at once
+    for _ in range(5):  # delayed messages come all at once
         assert link.arrive(b"one", ready(), 2.0) is Arrival.STALE
     assert link.num_idle(2.0) == 0
     assert link.arrive(b"one", ready(), 3.0) is Arrival.STALE

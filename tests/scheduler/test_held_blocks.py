@@ -1,4 +1,4 @@
-"""What paging saves: sequences hold blocks for the tokens they have, not for those they might come to have."""
+"""What paging saves: sequences hold blocks for the tokens they have, not for tokens that they may get later."""
 
 from tests.fakes.scheduler_driver import SchedulerDriver
 
@@ -8,7 +8,7 @@ NUM_SEQS, NUM_RUNNING = 48, 16
 
 def test_mixed_lengths_hold_at_least_40_percent_less_than_reserving_the_longest() -> None:
     """Prompts of 8 to 255 tokens and as many outputs, evenly spread, 16 at a time and nothing shared."""
-    blocks_reserved = MAX_MODEL_LEN // BLOCK_SIZE  # by a sequence, were room for its longest kept from the start
+    blocks_reserved = MAX_MODEL_LEN // BLOCK_SIZE  # for a sequence, if room for the longest were kept from the start
     driver = SchedulerDriver(
         NUM_RUNNING * blocks_reserved,
         block_size=BLOCK_SIZE,

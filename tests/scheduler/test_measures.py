@@ -1,4 +1,4 @@
-"""How long requests wait and run, by a clock that the test turns."""
+"""How long requests wait and run, by a clock that the test sets."""
 
 from protocol.messages import HistogramCounts, SequenceInit, SequenceStep
 from protocol.sampling import Sampling
@@ -29,7 +29,7 @@ def test_a_request_is_timed_from_stage_to_stage():
     assert times == [(1, 2.0), (1, 3.0), (1, 7.0), (1, 10.0)]
 
 
-def test_one_that_is_preempted_still_counts_from_its_first_step():
+def test_a_preempted_request_counts_from_its_first_step():
     measures = Measures()
     measures.arrive(1, 0.0)
     for planned_s in (1.0, 5.0):  # it comes with an init again
@@ -42,7 +42,7 @@ def test_one_that_is_preempted_still_counts_from_its_first_step():
     assert (counted(read.decode_s), counted(read.inference_s)) == ((1, 4.0), (1, 9.0))
 
 
-def test_one_that_is_cut_off_counts_as_far_as_it_came():
+def test_a_request_that_is_cut_off_counts_up_to_its_last_stage():
     measures = Measures()
     for seq_id in (1, 2, 3):
         measures.arrive(seq_id, 0.0)
@@ -52,7 +52,7 @@ def test_one_that_is_cut_off_counts_as_far_as_it_came():
     read = measures.read()
     assert (counted(read.queue_s), counted(read.prefill_s)) == ((2, 2.0), (1, 1.0))
     assert (counted(read.decode_s), counted(read.inference_s)) == ((0, 0.0), (0, 0.0))
-    measures.plan([newcomer(1)], 9.0)  # its step in flight is of no interest any more
+    measures.plan([newcomer(1)], 9.0)  # its step in flight no longer counts
     assert measures.read() == read
 
 

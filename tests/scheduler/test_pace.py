@@ -1,10 +1,10 @@
-"""How much of prompts a step may compute while some sequences generate."""
+"""How many tokens of prompts a step may have while some sequences generate."""
 
 import pytest
 
 from scheduler.pace import Pace
 from scheduler.predictor import StepPredictor, StepSize, step_size
-from tests.scheduler.test_stats import share
+from tests.scheduler.test_predictor import share
 
 BLOCK_SIZE = 16
 
@@ -20,7 +20,7 @@ def mixed(num_seqs: int, num_prompt_tokens: int) -> StepSize:
 
 
 class Machine:
-    """Takes 10 ms for a step, 1 ms for each of its tokens; or as much longer as `slow` says."""
+    """Takes 10 ms for a step and 1 ms for each of its tokens, all times `slow`."""
 
     def __init__(self, target_step_s: float = 0.05) -> None:
         self.predictor = StepPredictor()
@@ -35,12 +35,12 @@ class Machine:
         return self.pace.max_num_prompt_tokens(num_seqs, block_size)
 
 
-def test_no_limit_while_nothing_is_known_of_prompts() -> None:
+def test_there_is_no_limit_before_a_prompt_was_measured() -> None:
     machine = Machine()
     assert machine.limit(8) is None
     machine.do(decoding(8))
     assert machine.limit(8) is None
-    machine.do(mixed(8, 3))  # too few to tell
+    machine.do(mixed(8, 3))  # too few tokens to learn from
     assert machine.limit(8) is None
 
 
@@ -48,19 +48,19 @@ def test_prompts_fill_a_step_up_to_its_target() -> None:
     machine = Machine()
     machine.do(decoding(8))
     machine.do(mixed(8, 100))
-    assert machine.limit(8) == 32  # 18 ms, and 32 of 1 ms
+    assert machine.limit(8) == 32  # 18 ms without prompts, and 32 tokens of 1 ms
     machine.do(decoding(1))
     assert machine.limit(1) == 39
 
 
-def test_prompts_may_take_as_long_as_those_that_generate() -> None:
+def test_prompts_may_take_as_long_as_the_generating_sequences() -> None:
     machine = Machine()
     machine.do(decoding(60))
     machine.do(mixed(60, 100))
     assert machine.limit(60) == 70
 
 
-def test_a_block_is_computed_whatever_it_takes() -> None:
+def test_a_block_is_computed_however_long_it_takes() -> None:
     machine = Machine(target_step_s=0.001)
     machine.do(decoding(1))
     machine.do(mixed(1, 100))
@@ -77,7 +77,7 @@ def test_a_large_target_is_no_limit() -> None:
 def test_a_prompt_alone_says_what_its_tokens_take() -> None:
     machine = Machine()
     machine.do(StepSize(1, 490, num_prompt_seqs=1, num_prompt_tokens=490))
-    assert machine.limit(8) == 49  # all of the 500 ms is put down to its tokens
+    assert machine.limit(8) == 49  # its tokens took all of the 500 ms
     machine.do(decoding(1))
     machine.do(StepSize(1, 490, num_prompt_seqs=1, num_prompt_tokens=490))
     assert machine.limit(1) == 39
@@ -94,19 +94,19 @@ def test_one_step_that_takes_long_changes_nothing() -> None:
     assert machine.limit(8) == 32
 
 
-def test_what_prompts_take_is_learned_again() -> None:
+def test_the_time_of_prompts_is_learned_again() -> None:
     machine = Machine()
     machine.do(decoding(8))
     for num_prompt_tokens in (100, 200, 300, 100, 50, 40, 30, 20, 90):
         machine.do(mixed(8, num_prompt_tokens))
     assert machine.limit(8) == 32
     for _ in range(5):
-        machine.do(mixed(8, 100), slow=1.5)  # (177 - 18) ms for 100
+        machine.do(mixed(8, 100), slow=1.5)  # (177 - 18) ms for 100 tokens
     assert machine.limit(8) == 20
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_steps_that_took_long_are_got_over_however_small_a_block_is(block_size: int) -> None:
+def test_the_limit_recovers_from_slow_steps_however_small_a_block_is(block_size: int) -> None:
     machine = Machine()
     machine.do(decoding(8))
     for _ in range(9):
@@ -117,7 +117,7 @@ def test_steps_that_took_long_are_got_over_however_small_a_block_is(block_size: 
     assert machine.limit(8, block_size) == 32
 
 
-def test_a_step_that_took_less_than_one_without_prompts_says_nothing() -> None:
+def test_a_step_that_is_faster_than_one_without_prompts_teaches_nothing() -> None:
     machine = Machine()
     machine.do(decoding(8))
     machine.do(mixed(8, 8), slow=0.5)

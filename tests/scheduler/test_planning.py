@@ -26,7 +26,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples() -> None
     driver.assert_complete()
 
 
-def test_what_decodes_goes_before_a_new_prompt_and_both_share_one_step() -> None:
+def test_a_decoding_sequence_goes_before_a_new_prompt_in_one_step() -> None:
     driver = SchedulerDriver(max_num_batched_tokens=4)
     driver.start(0, [1, 2, 3])
     driver.step()
@@ -73,7 +73,7 @@ def test_a_prompt_is_computed_at_once_when_nobody_generates_any_more() -> None:
 
 
 def test_a_sequence_that_takes_no_token_is_a_prompt_to_its_end() -> None:
-    """It computes one token in the second step, and generates nothing: the other prompt is not held back for it."""
+    """Its last share computes one token and samples none: the other prompt is not held back for it."""
     driver = SchedulerDriver(max_num_batched_tokens=4, max_num_prompt_tokens=2)
     driver.start(0, range(5), max_tokens=0)
     driver.step()
@@ -84,7 +84,7 @@ def test_a_sequence_that_takes_no_token_is_a_prompt_to_its_end() -> None:
     driver.assert_complete()
 
 
-def test_nothing_is_admitted_when_prompts_have_all_that_they_may() -> None:
+def test_nothing_is_admitted_once_the_tokens_for_prompts_are_spent() -> None:
     driver = SchedulerDriver(max_num_prompt_tokens=4)
     driver.start(0, [1, 2, 3])
     driver.step()
@@ -97,8 +97,8 @@ def test_nothing_is_admitted_when_prompts_have_all_that_they_may() -> None:
     driver.assert_complete()
 
 
-def test_of_prompts_that_many_wait_for_larger_pieces_are_computed() -> None:
-    """A 24th of what could be, whether it was begun or waits; not of what no sequence's place is free for."""
+def test_prompts_are_computed_in_larger_pieces_if_many_wait() -> None:
+    """A step computes a 24th of all prompt tokens, begun or waiting, for which there is a place to run."""
     driver = SchedulerDriver(100, max_num_seqs=4, max_num_batched_tokens=64, max_num_prompt_tokens=2)
     driver.start(0, [1, 2, 3], max_tokens=120)
     driver.step()
@@ -111,8 +111,8 @@ def test_of_prompts_that_many_wait_for_larger_pieces_are_computed() -> None:
     driver.assert_complete()
 
 
-def test_what_is_cached_of_prompts_that_wait_makes_no_pieces_larger() -> None:
-    """Four prompts have 264 tokens, a 24th of which is 11; but 240 of them are known, and a 24th of the rest is 1."""
+def test_cached_tokens_of_waiting_prompts_do_not_make_pieces_larger() -> None:
+    """Four prompts have 264 tokens, a 24th of which is 11. But 240 tokens are cached; a 24th of the others is 1."""
     driver = SchedulerDriver(200, max_num_seqs=5, max_num_batched_tokens=256, max_num_prompt_tokens=2)
     driver.start(0, range(60), max_tokens=1)
     driver.run()
@@ -126,8 +126,8 @@ def test_what_is_cached_of_prompts_that_wait_makes_no_pieces_larger() -> None:
     driver.assert_complete()
 
 
-def test_what_was_cached_of_prompts_that_wait_counts_again_once_the_executor_is_lost() -> None:
-    """54 tokens of one prompt are left and three of 66 wait: a 24th is 10; it was 3 if 60 of each were still known."""
+def test_cached_tokens_of_waiting_prompts_count_again_once_the_executor_is_lost() -> None:
+    """54 tokens of one prompt are left, and three prompts of 66 wait: a 24th is 10. With 60 of each cached it was 3."""
     driver = SchedulerDriver(200, max_num_seqs=5, max_num_batched_tokens=16, max_num_prompt_tokens=2)
     driver.start(0, range(60), max_tokens=1)
     driver.run()
@@ -144,7 +144,7 @@ def test_what_was_cached_of_prompts_that_wait_counts_again_once_the_executor_is_
     driver.assert_complete()
 
 
-def test_a_prompt_of_a_better_priority_leaves_those_that_generate_their_token() -> None:
+def test_a_prompt_of_a_better_priority_leaves_each_generating_sequence_its_token() -> None:
     driver = SchedulerDriver(max_num_seqs=4, max_num_batched_tokens=8, max_num_prompt_tokens=100)
     for seq_id in range(3):
         driver.start(seq_id, [seq_id], priority=1)
@@ -158,7 +158,7 @@ def test_a_prompt_of_a_better_priority_leaves_those_that_generate_their_token() 
     driver.assert_complete()
 
 
-def test_what_was_preempted_is_computed_again_in_small_pieces() -> None:
+def test_a_preempted_sequence_is_computed_again_in_small_pieces() -> None:
     driver = SchedulerDriver(7, max_num_prompt_tokens=3, enable_prefix_caching=False)
     driver.start(0, [1], max_tokens=20)
     driver.start(1, range(8), max_tokens=5)
@@ -180,13 +180,13 @@ def test_init_comes_with_the_first_share_only() -> None:
     assert (init.num_prompt_tokens, init.num_output_tokens) == (6, 0)
 
 
-def test_an_init_has_the_tokens_alone_that_sampling_looks_back_at() -> None:
+def test_an_init_has_only_the_tokens_that_sampling_looks_back_at() -> None:
     driver = SchedulerDriver(block_size=16)
     driver.start(0, [1, 2, 1], [3, 3])
     driver.start(1, [1, 2, 1], [3, 3], repetition_penalty=1.5)
     driver.start(2, [1, 2, 1], [3, 3], presence_penalty=1.0)
     driver.start(3, [1, 2, 1], num_prompt_logprobs=0)
-    driver.start(4, [1, 2, 1], [3], num_prompt_logprobs=0)  # those of its prompt went out with the first token
+    driver.start(4, [1, 2, 1], [3], num_prompt_logprobs=0)  # its prompt's went out with the first token
     step = driver.send()
     assert step is not None
     inits = [share.init for share in step.sequences]
@@ -243,7 +243,7 @@ def test_a_stop_found_late_wastes_one_slot_and_no_token() -> None:
     driver.send()
     driver.receive()
     assert driver.reasons() == {0: "stop"}
-    assert driver.scheduler.num_used_blocks == 1  # named by the step that still runs
+    assert driver.scheduler.num_used_blocks == 1  # the step that still runs names it
     driver.receive()
     assert driver.outputs[0] == [stop]
     driver.assert_complete()
@@ -338,7 +338,7 @@ def test_lower_priority_numbers_go_first() -> None:
     assert [step.sequences[0].seq_id for step in driver.steps] == [2, 0, 1]
 
 
-def test_one_that_lacks_blocks_is_not_overtaken() -> None:
+def test_a_sequence_that_lacks_blocks_is_not_overtaken() -> None:
     driver = SchedulerDriver(8)
     driver.start(0, range(20), max_tokens=4)
     driver.step()
@@ -366,7 +366,7 @@ def test_refusals() -> None:
     driver.start(0, [1])
     assert (refused := refusal(driver.make(1, [1]))) is not None
     assert refused.temporary
-    assert refusal(driver.make(1, [1], [2])) is None  # was taken before, by another scheduler
+    assert refusal(driver.make(1, [1], [2])) is None  # another scheduler had taken it
 
 
 def test_nothing_is_planned_before_an_executor_says_how_many_blocks_it_has() -> None:

@@ -1,4 +1,4 @@
-"""Out of blocks: who gives way, what becomes of results in flight, and that everybody ends."""
+"""Out of blocks: who is preempted, which results in flight count, and that every sequence ends."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def test_the_tenant_that_was_served_most_gives_way() -> None:
 
 def test_a_victim_that_is_in_the_step_already_leaves_it() -> None:
     driver = SchedulerDriver(8, enable_prefix_caching=False, max_num_batched_tokens=16)
-    driver.start(0, range(10), max_tokens=15, tenant="a")  # planned first, and first to give way
+    driver.start(0, range(10), max_tokens=15, tenant="a")  # planned first, and preempted first
     driver.start(1, range(4), max_tokens=25, tenant="b")
     until_preemption(driver)
     assert [share.seq_id for share in driver.steps[-1].sequences] == [1]
@@ -115,7 +115,7 @@ def test_the_result_in_flight_of_a_preempted_sequence_counts() -> None:
     assert preempted(driver) == [1]
     assert [share.seq_id for share in driver.sent[0].sequences] == [0, 1]
     num_outputs, num_held_blocks = len(driver.outputs[1]), driver.scheduler.num_held_blocks
-    assert num_held_blocks > 0  # until that result comes
+    assert num_held_blocks > 0  # until the result comes
     driver.receive()
     assert driver.scheduler.num_held_blocks == 0
     assert len(driver.outputs[1]) == num_outputs + 1

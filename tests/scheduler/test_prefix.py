@@ -1,4 +1,4 @@
-"""Blocks with one prefix are computed once and held once, by those who may share and by nobody else."""
+"""Blocks with one prefix are computed once and held once, by sequences that may share and by no others."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_eight_at_once_compute_the_prefix_once_and_hold_it_once(ahead: bool, max
     driver.assert_complete()
 
 
-def test_others_pass_one_that_waits_for_a_prefix_in_flight() -> None:
+def test_others_overtake_a_sequence_that_waits_for_a_prefix_in_flight() -> None:
     driver = prefix_driver()
     driver.start(0, [*PREFIX, 1])
     driver.start(1, [*PREFIX, 2])
@@ -72,7 +72,7 @@ def test_a_block_is_shared_only_after_its_step_is_applied() -> None:
     assert [(share.seq_id, share.num_computed_tokens) for share in step.sequences] == [(0, 514), (1, 512)]
 
 
-def test_one_that_waits_for_a_prefix_goes_on_alone_if_the_other_is_aborted() -> None:
+def test_a_sequence_that_waits_for_a_prefix_computes_it_if_the_other_is_aborted() -> None:
     driver = prefix_driver()
     driver.start(0, [*PREFIX, 1])
     driver.send()
@@ -125,7 +125,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
         ({"tenant": "acache_saltb"}, {"tenant": "a", "cache_salt": "bcache_salt"}),
     ],
 )
-def test_those_who_may_not_share_do_not(first: dict[str, Any], second: dict[str, Any]) -> None:
+def test_sequences_that_may_not_share_do_not_share(first: dict[str, Any], second: dict[str, Any]) -> None:
     driver = SchedulerDriver()
     driver.start(0, range(9), **first)
     driver.run()
@@ -151,7 +151,7 @@ def test_the_least_recently_used_tail_is_evicted_first() -> None:
     driver.start(1, range(20, 29), max_tokens=1)  # 2 more
     driver.run()
     assert (driver.scheduler.num_cached_blocks, driver.scheduler.num_free_blocks) == (5, 3)
-    driver.start(2, range(40, 53), max_tokens=1)  # takes 3 free ones and evicts the tail of the oldest
+    driver.start(2, range(40, 53), max_tokens=1)  # takes 3 free blocks and evicts the last block of the oldest prefix
     driver.run()
     assert driver.scheduler.num_evicted_blocks == 1
     driver.start(3, range(20, 29), max_tokens=1)

@@ -1,4 +1,4 @@
-"""10,000 random traces of at least 50 steps: integrity after every step, the reference's tokens at every end."""
+"""10,000 random traces of at least 50 steps: integrity holds after every step, tokens are the reference's."""
 
 import os
 import random

@@ -17,7 +17,7 @@ from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_
 from tests.fakes.toy_model import EOS_TOKEN_ID, VOCAB_SIZE, expected_output, logprobs_of
 from tests.fakes.waiting import wait_until
 
-SLOW_STEP_S = 0.05  # what is endless then lasts for longer than any peer's patience
+SLOW_STEP_S = 0.05  # an endless request then lasts longer than any timeout of a peer
 
 
 def sampling(max_tokens: int = 20, seed: int = 1, **fields) -> Sampling:
@@ -42,7 +42,7 @@ def directory():
 
 @pytest.fixture
 def house(directory):
-    """Build a scheduler with one executor and one gateway; what they found wrong is raised at the end."""
+    """Build a scheduler with one executor and one gateway; errors that they found are raised at the end."""
 
     @contextmanager
     def build(*, settings=None, high_water_mark=1000, gateway=None, **executor_settings):
@@ -92,7 +92,7 @@ def test_many_requests(house, async_scheduling):
 
 
 def test_steps_in_flight(house, async_scheduling):
-    """With planning ahead a second step is in flight while one runs; without, never."""
+    """With planning ahead, a second step is in flight while one runs; without, there is only one."""
     with house(settings={"async_scheduling": async_scheduling}, step_s=0.005) as (server, _, gateway):
         gateway.wait_ready()
         stream = gateway.start("r", [1, 2, 3], endless(max_tokens=40))
@@ -104,7 +104,7 @@ def test_steps_in_flight(house, async_scheduling):
 
 
 def test_a_long_prompt_is_cut_small_while_another_generates(house, async_scheduling):
-    """By the executor's word a token takes 5 ms: beside one that generates, 9 of them fill a step of 50 ms."""
+    """The executor says that a token takes 5 ms: beside one generating sequence, 9 tokens fill a step of 50 ms."""
     settings = {"async_scheduling": async_scheduling}
     with house(settings=settings, num_blocks=200, reported_token_s=0.005) as (_, executor, gateway):
         gateway.wait_ready()
@@ -160,7 +160,7 @@ def test_finished_requests_are_forgotten_once_acknowledged(house):
         wait_until(lambda: server.server.frontend.ledger.num_records == 0)
 
 
-def test_64_streams_of_which_some_are_left(house):
+def test_64_streams_some_of_whose_clients_leave(house):
     drawn = random.Random(64)
     with house(num_blocks=96, settings={"max_num_seqs": 32}, step_s=0.001) as (server, _, gateway):
         gateway.wait_ready()
@@ -189,7 +189,7 @@ def test_64_streams_of_which_some_are_left(house):
         assert scheduler.num_free_blocks + scheduler.num_cached_blocks == 96
         finished = scheduler.counters.finished
         assert sum(finished.values()) == 64
-        assert finished["abort"] <= num_left  # one may end before its Abort arrives
+        assert finished["abort"] <= num_left  # a request may end before its Abort arrives
 
 
 # What is refused
@@ -202,7 +202,7 @@ def rejection(gateway: FakeGateway, prompt: list[int], sampled: Sampling | None 
     return stream.rejected
 
 
-def test_what_can_never_be_served_is_refused(house):
+def test_a_request_that_can_never_be_served_is_refused(house):
     with house(max_model_len=100) as (_, _, gateway):
         gateway.wait_ready()
         assert "not in the vocabulary" in rejection(gateway, [VOCAB_SIZE]).reason
@@ -214,7 +214,7 @@ def test_what_can_never_be_served_is_refused(house):
         assert_served(gateway)
 
 
-def test_what_never_fits_the_pool_is_refused(house):
+def test_a_request_that_never_fits_the_pool_is_refused(house):
     with house(num_blocks=4) as (_, _, gateway):
         gateway.wait_ready()
         assert "the pool has 4" in rejection(gateway, [1] * 20).reason
@@ -272,7 +272,7 @@ def test_another_protocol_version_is_never_served(house, caplog):
 
 
 @pytest.mark.parametrize("side", ["frontend_address", "backend_address"])
-def test_what_is_no_message_is_dropped(house, caplog, side):
+def test_a_malformed_message_is_dropped(house, caplog, side):
     caplog.set_level(logging.WARNING)
     started_s = time.monotonic()
     with house() as (server, _, gateway):
@@ -287,7 +287,7 @@ def test_what_is_no_message_is_dropped(house, caplog, side):
             assert_served(gateway)
             wait_until(lambda: any("dropped a message" in record.message for record in caplog.records))
         num_complaints = sum("dropped a message" in record.message for record in caplog.records)
-        assert num_complaints <= 1 + (time.monotonic() - started_s)  # of six messages, however slow the machine is
+        assert num_complaints <= 1 + (time.monotonic() - started_s)  # six messages were sent; the machine may be slow
 
 
 # What fails
@@ -346,7 +346,7 @@ def test_nobody_is_ready_without_an_executor(directory):
     config = toy_config(directory)
     with SchedulerThread(config), FakeGateway(config.frontend_address) as gateway:
         stream = gateway.start("early", [1, 2, 3], sampling())
-        wait_until(lambda: stream.num_submits > 1)  # that it was ignored, it finds out by itself
+        wait_until(lambda: stream.num_submits > 1)  # a Hello finds out that the Submit was dropped
         assert gateway.ready is None
         with FakeExecutor(config.backend_address):
             gateway.wait_all()
@@ -410,7 +410,7 @@ def test_streams_outlive_an_executor(directory, how):
         assert server.server.backend.link.num_lives == 2
 
 
-def test_an_executor_whose_place_another_took_is_told_and_both_logs_and_gateways_know(directory, caplog):
+def test_a_replaced_executor_is_told_and_the_log_and_gateways_know(directory, caplog):
     config = toy_config(directory, peer_timeout_s=1.0)
     with (
         SchedulerThread(config),
@@ -431,7 +431,7 @@ def test_an_executor_whose_place_another_took_is_told_and_both_logs_and_gateways
             assert f"executor {executor.incarnation} (process {executor.incarnation})" in said
 
 
-def test_an_executor_is_told_that_the_one_which_took_its_place_is_gone(directory):
+def test_a_replaced_executor_is_told_when_its_successor_is_gone(directory):
     config = toy_config(directory, peer_timeout_s=1.0)
     with (
         SchedulerThread(config),
@@ -447,7 +447,7 @@ def test_an_executor_is_told_that_the_one_which_took_its_place_is_gone(directory
             assert_served(gateway)
 
 
-def test_an_executor_that_starts_again_is_no_cause_for_a_warning(directory, caplog):
+def test_an_executor_that_starts_again_causes_no_warning(directory, caplog):
     config = toy_config(directory)
     with SchedulerThread(config), FakeGateway(config.frontend_address) as gateway:
         for _ in range(3):
@@ -459,7 +459,7 @@ def test_an_executor_that_starts_again_is_no_cause_for_a_warning(directory, capl
     assert "gets nothing to do" not in caplog.text
 
 
-def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
+def test_an_executor_with_fewer_blocks_ends_requests_that_no_longer_fit(directory):
     config = toy_config(directory)
     with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
         with FakeExecutor(config.backend_address, step_s=SLOW_STEP_S):
@@ -476,7 +476,7 @@ def test_an_executor_with_fewer_blocks_ends_what_no_longer_fits(directory):
             second.check()
 
 
-def test_another_model_ends_what_was_in_flight(directory):
+def test_another_model_ends_the_requests_in_flight(directory):
     config = toy_config(directory)
     with SchedulerThread(config) as server, FakeGateway(config.frontend_address) as gateway:
         with FakeExecutor(config.backend_address, step_s=SLOW_STEP_S):
@@ -515,7 +515,7 @@ def test_stats(house):
         assert histograms.step_tokens.sum == executor.num_scheduled_tokens
 
 
-def test_one_that_the_gateway_stopped_was_not_aborted(house):
+def test_a_request_that_the_gateway_stopped_counts_as_stopped(house):
     with house(step_s=0.005) as (_, _, gateway):
         gateway.wait_ready()
         streams = [gateway.start(f"r{number}", [1, 2, 3], endless(number)) for number in range(3)]
@@ -537,7 +537,7 @@ def test_time_that_the_loop_loses_is_its_lag(directory):
         FakeGateway(config.frontend_address) as gateway,
     ):
         assert gateway.wait_stats().loop_lag_s < 30
-        lost_s = 31.0  # wherever the loop is
+        lost_s = 31.0  # at any point of the loop
         assert gateway.wait_stats().loop_lag_s >= 30
         server.check_idle()
 
@@ -572,7 +572,7 @@ def test_the_operators_line_comes_while_busy_and_only_then(directory, caplog):
 
 
 def test_steps_that_never_arrive_end_in_an_answer(directory):
-    """Longer messages than the executor's side takes vanish, as libzmq lets them: others are served all the same."""
+    """libzmq drops messages that are too long for the executor's side; other requests are served all the same."""
     config = toy_config(directory, hang_timeout_s=2, peer_timeout_s=100.0, max_num_batched_tokens=2000)
     with (
         SchedulerThread(config, clock=lambda: 10 * time.monotonic()) as server,
@@ -605,7 +605,7 @@ def test_a_step_that_is_too_large_for_a_message_is_not_sent_and_its_sequences_en
         large = gateway.start("large", range(900), sampling(3))
         gateway.wait_all()
         assert (large.finish_reason, "too large" in large.error) == ("error", True)
-        assert beside.finish_reason in ("error", "length")  # it may have been planned in the same step
+        assert beside.finish_reason in ("error", "length")  # it may be in the same step
         assert_served(gateway)
         assert executor.longest_frame_bytes <= 3000
         server.check_idle()
@@ -613,7 +613,7 @@ def test_a_step_that_is_too_large_for_a_message_is_not_sent_and_its_sequences_en
 
 
 def test_a_burst_over_a_long_document_sends_steps_that_arrive(directory):
-    """128 sequences of 131,057 tokens: with each prompt in its init, the step that admits them took 70 MB."""
+    """128 sequences of 131,057 tokens: with the prompts in their inits, the step that admits them would take 70 MB."""
     config = toy_config(directory, max_num_seqs=128, max_num_batched_tokens=16384)
     document = [number % 997 + 1 for number in range(131_040)]
     with (
@@ -634,8 +634,8 @@ def test_a_burst_over_a_long_document_sends_steps_that_arrive(directory):
         executor.check()
 
 
-def test_what_comes_under_an_identity_that_zeromq_made_up_is_not_taken(house):
-    """An old connection leaves such messages behind when its gateway comes back; they are of no gateway."""
+def test_messages_under_an_identity_that_zeromq_made_up_are_dropped(house):
+    """An old connection leaves such messages behind when its gateway comes back; they belong to no gateway."""
     with house() as (server, _, gateway):
         gateway.wait_ready()
         with zmq.Context() as context, context.socket(zmq.DEALER) as ghost:
@@ -648,7 +648,7 @@ def test_what_comes_under_an_identity_that_zeromq_made_up_is_not_taken(house):
         assert list(server.server.frontend.ledger.gateways) == [gateway.identity.encode()]
 
 
-def test_a_hello_in_another_name_than_its_sockets_is_not_taken(house):
+def test_a_hello_with_another_name_than_its_sockets_is_dropped(house):
     with house() as (server, _, gateway):
         gateway.wait_ready()
         with (
@@ -673,7 +673,7 @@ def test_requests_of_one_prompt_bring_its_tokens_once(house):
 
 
 def test_a_request_whose_prompt_never_came_is_asked_for_again(house):
-    """The fake sends the tokens of a prompt with every Submit; this one names it and has lost them."""
+    """The Submit names a prompt whose tokens were lost; the fake sends them when it submits again."""
     with house(gateway={"resubmit_after_s": 60.0}) as (_server, _, gateway):
         gateway.wait_ready()
         stream = gateway.start_without_prompt("r", list(range(1, 30)), sampling(9), prompt_id="p")
@@ -689,7 +689,7 @@ def test_an_admission_that_was_lost_is_said_again(house):
         wait_until(lambda: first.token_ids)
         waiting = gateway.start("waiting", [3, 4], sampling(1))
         wait_until(lambda: waiting.is_admitted)
-        waiting.is_admitted = False  # as if it had not arrived
+        waiting.is_admitted = False  # as if the Admitted had not arrived
         wait_until(lambda: waiting.is_admitted)
         assert waiting.num_submits == 1
         gateway.abort(first)

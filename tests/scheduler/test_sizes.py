@@ -1,4 +1,4 @@
-"""A step's messages have a limit in bytes, whatever is asked for: what does not fit waits for a later step."""
+"""A step's messages have a limit in bytes: shares that do not fit wait for a later step."""
 
 import pytest
 
@@ -33,8 +33,8 @@ def test_no_step_is_larger_than_its_limit(asked, ahead):
     assert max(len(step.sequences) for step in driver.steps) > 1
 
 
-def test_a_long_prompt_is_computed_in_pieces_that_its_log_probabilities_fit_with():
-    """There and back each token takes 4 bytes, and its log probability and rank 8."""
+def test_a_long_prompt_is_cut_so_that_its_log_probabilities_fit():
+    """A token takes 4 bytes in the Step, and its log probability and rank take 8 in the result."""
     driver = SchedulerDriver(400, max_num_batched_tokens=10_000, max_step_bytes=20_000)
     driver.start(0, [1, 2, 3] * 500, max_tokens=2, num_prompt_logprobs=0)
     driver.run()
@@ -44,8 +44,8 @@ def test_a_long_prompt_is_computed_in_pieces_that_its_log_probabilities_fit_with
     assert max(nums_tokens) <= 20_000 // 12
 
 
-def test_what_fits_in_no_step_is_planned_alone():
-    """Nothing waits for ever; what cannot be sent is ended by whoever finds that out."""
+def test_a_sequence_that_fits_in_no_step_is_planned_alone():
+    """Nothing waits for ever; the backend ends the sequences of a step that cannot be sent."""
     driver = SchedulerDriver(300, max_num_batched_tokens=1000, max_step_bytes=100)
     for seq_id in range(3):
         driver.start(seq_id, [seq_id] * 200, max_tokens=3)
@@ -54,7 +54,7 @@ def test_what_fits_in_no_step_is_planned_alone():
     assert {len(step.sequences) for step in driver.steps} == {1}
 
 
-def test_log_probabilities_of_a_prompt_that_no_message_has_room_for_are_refused():
+def test_log_probabilities_of_a_prompt_that_fit_in_no_message_are_refused():
     driver = SchedulerDriver(1 << 17, max_model_len=1 << 19)
     scheduler = driver.scheduler
     much = driver.make(0, [1] * 400_000, num_prompt_logprobs=20)

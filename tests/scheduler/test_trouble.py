@@ -1,4 +1,4 @@
-"""Aborts in every state, shares that sat out, lost states, lost executors, and requests that kill them."""
+"""Aborts in every state, shares that sat out, lost states, lost executors, requests that kill executors."""
 
 from collections.abc import Callable
 
@@ -107,7 +107,7 @@ def test_a_share_that_sat_out_is_planned_again(num_steps: int, computes_void: bo
         assert driver.send()
     num_outputs = len(driver.outputs[0])
     driver.receive([0])
-    driver.receive(computes_void=computes_void)  # planned on top of what was not done
+    driver.receive(computes_void=computes_void)  # planned on top of the share that sat out
     assert len(driver.outputs[0]) == num_outputs
     assert len(driver.outputs[1]) == num_outputs + 2
     driver.run(ahead=True)
@@ -166,7 +166,7 @@ def test_need_init_of_the_second_step_drains_the_first() -> None:
     driver.assert_complete()
 
 
-def test_need_init_of_a_step_planned_on_what_sat_out() -> None:
+def test_need_init_of_a_step_planned_on_a_share_that_sat_out() -> None:
     driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=9)
     driver.step()
@@ -190,7 +190,7 @@ def test_need_init_said_twice_counts_once() -> None:
     driver.assert_complete()
 
 
-def test_what_a_cancelled_step_would_have_forgotten_is_forgotten_by_the_next() -> None:
+def test_the_next_step_forgets_what_a_cancelled_step_would_have_forgotten() -> None:
     driver = SchedulerDriver()
     driver.start(0, range(3), max_tokens=1)
     driver.start(1, range(3), max_tokens=9)
@@ -207,7 +207,7 @@ def test_what_a_cancelled_step_would_have_forgotten_is_forgotten_by_the_next() -
     driver.assert_complete()
 
 
-def test_another_executor_goes_on_with_the_tokens_that_are_there() -> None:
+def test_another_executor_goes_on_with_the_known_tokens() -> None:
     driver = SchedulerDriver()
     for seq_id in range(4):
         driver.start(seq_id, range(seq_id + 3), max_tokens=9, num_prompt_logprobs=0)
@@ -228,7 +228,7 @@ def test_another_executor_goes_on_with_the_tokens_that_are_there() -> None:
         driver.assert_prompt_logprobs(seq_id)
 
 
-def test_what_no_longer_fits_ends_with_an_error_that_says_so() -> None:
+def test_a_sequence_that_no_longer_fits_ends_with_an_error_that_says_so() -> None:
     driver = SchedulerDriver(32)
     driver.start(0, range(20), max_tokens=20)
     driver.start(1, range(3), max_tokens=6)
@@ -241,7 +241,7 @@ def test_what_no_longer_fits_ends_with_an_error_that_says_so() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("num_tokens", [0, 3])  # that the poison gets before it kills
+@pytest.mark.parametrize("num_tokens", [0, 3])  # that the killing request gets before it kills
 def test_a_request_that_kills_executors_ends_and_the_others_live(num_tokens: int, ahead: bool) -> None:
     driver = SchedulerDriver(64)
     for seq_id in range(8):
@@ -272,7 +272,7 @@ def test_one_death_accuses_nobody() -> None:
     assert driver.reasons() == {0: "length"}
 
 
-def test_a_suspect_that_has_a_new_token_holds_nobody_up() -> None:
+def test_a_suspect_that_gets_a_new_token_holds_nobody_up() -> None:
     driver = SchedulerDriver(enable_prefix_caching=False)
     for seq_id in range(2):
         driver.start(seq_id, range(3))

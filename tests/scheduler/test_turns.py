@@ -1,4 +1,4 @@
-"""A client with much waiting takes turns with the others."""
+"""A client with many waiting requests takes turns with the others."""
 
 from scheduler.turns import Turns
 from tests.fakes.scheduler_driver import SchedulerDriver
@@ -8,8 +8,8 @@ def order_of_admission(driver: SchedulerDriver) -> list[int]:
     return [share.seq_id for step in driver.steps for share in step.sequences if share.num_computed_tokens == 0]
 
 
-def test_a_short_request_waits_for_one_of_a_large_body_and_not_for_all() -> None:
-    """100 prompts in one body, of which one is computed at a time, then one request of somebody else."""
+def test_a_short_request_waits_for_one_request_of_a_large_body_and_not_for_all() -> None:
+    """100 prompts in one body, computed one at a time, then one request of another client."""
     driver = SchedulerDriver(400, max_num_seqs=1)
     for seq_id in range(100):
         driver.start(seq_id, [seq_id % 7, seq_id // 7] * 4, max_tokens=1, body_id="large")
@@ -31,7 +31,7 @@ def test_bodies_take_turns() -> None:
     assert order_of_admission(driver) == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
-def test_without_bodies_it_is_by_arrival() -> None:
+def test_without_bodies_the_order_is_by_arrival() -> None:
     driver = SchedulerDriver(400, max_num_seqs=1)
     for seq_id in range(9):
         driver.start(seq_id, [seq_id % 7], max_tokens=1 + seq_id % 3)
@@ -40,15 +40,15 @@ def test_without_bodies_it_is_by_arrival() -> None:
     assert order_of_admission(driver) == list(range(9))
 
 
-def test_whoever_comes_later_does_not_pass_by_for_ever() -> None:
-    """However many come anew in the meantime, the second of a body has its turn after those of the first turn."""
+def test_newcomers_do_not_overtake_for_ever() -> None:
+    """However many newcomers there are, the second sequence of a body has its turn after the first turn."""
     turns = Turns()
     first, second = turns.join("a"), turns.join("a")
     assert (first, second) == (1, 2)
     assert turns.join("b") == 1
     turns.begin(first)
     newcomers = [turns.join(f"c{number}") for number in range(100)]
-    assert set(newcomers) == {2}  # with the second, which came before them
+    assert set(newcomers) == {2}  # the turn of the second sequence, which came before them
     turns.begin(second)
     assert turns.join("d") == 3
 
