@@ -13,15 +13,27 @@ NUM_SHOWN_LINES = 15
 
 
 class ChildLog:
-    """A pipe for the standard error of children, copied until `close`."""
+    """A pipe for the standard error of children, copied until `close`.
 
-    def __init__(self) -> None:
+    With `reasons_last`, the paragraph in which a child says why it does not start comes at `close`, behind what others
+    say meanwhile; or at once, after `release`.
+    """
+
+    def __init__(self, *, reasons_last: bool = False) -> None:
+        self._holds_reasons = reasons_last
+        self._held = b""
+        self._line = b""  # the beginning of one that may be a reason
+        self._is_in_line = False  # of which a part was shown
         self._source, self.descriptor = os.pipe()
         self._end = f"\0{secrets.token_hex(16)}\n".encode()
         self._kept = b""
         self.thread = threading.Thread(target=self._copy, name="octavo-child-log", daemon=True)
         self.thread.start()
         self._is_open = True
+
+    def release(self) -> None:
+        """Hold no reason from now on: the start is over."""
+        self._holds_reasons = False
 
     def close(self) -> None:
         """Read what is left. To be called once no child lives; any number of times."""
@@ -47,6 +59,32 @@ class ChildLog:
         while not self._kept.endswith(self._end):
             chunk = os.read(self._source, 1 << 16)
             self._kept = (self._kept + chunk)[-NUM_KEPT_BYTES:]
-            with contextlib.suppress(OSError):  # nobody reads it
-                os.write(2, chunk.removesuffix(self._end))
+            self._show(self._to_show(chunk.removesuffix(self._end)))
         self._kept = self._kept.removesuffix(self._end)
+        self._show(self._line + self._held)
+
+    def _show(self, text: bytes) -> None:
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, text)
+
+    def _to_show(self, chunk: bytes) -> bytes:
+        """Return what of the log can be shown at once."""
+        if not self._holds_reasons:
+            shown, self._held, self._line = self._held + self._line + chunk, b"", b""
+            return shown
+        parts, self._line, shown = (self._line + chunk).splitlines(keepends=True), b"", b""
+        for part in parts:
+            if self._is_in_line or not _may_be_reason(part):
+                shown += part
+                self._is_in_line = not part.endswith((b"\n", b"\r"))
+            elif part.endswith(b"\n"):
+                self._held += part
+            else:
+                self._line = part
+        return shown
+
+
+def _may_be_reason(part: bytes) -> bool:
+    """Whether the line that begins with `part` is a reason, as far as that is known."""
+    begins = PROGRAM.encode()
+    return part.startswith(begins) or begins.startswith(part)

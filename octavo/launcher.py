@@ -6,11 +6,12 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
+from octavo.child_log import ChildLog
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
 from octavo.listening import is_healthy, server_url, with_ports
 from octavo.processes import POLL_S, Processes, why_ended_early, with_sockets_in
@@ -27,19 +28,19 @@ ROLES = ("scheduler", "executor", "gateway")
 class Launcher:
     """The three roles of one server on one machine, until a signal.
 
-    Before the server is ready, a child that ends stops everything (it has said why); afterwards it is restarted,
-    unless it ends with REFUSED: what it refuses then, it would refuse again.
+    Before the server is ready, a child that ends stops everything: why is the last that `log` says. Afterwards it is
+    restarted.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.processes = Processes(config, ROLES)
+    def __init__(self, config: Config, log: ChildLog) -> None:
+        self.config, self.log = config, log
+        self.processes = Processes(config, ROLES, stderr=log.descriptor)
         self.stopping = False
 
     def run(self) -> None:
         """Serve until SIGINT or SIGTERM.
 
-        Raises LaunchError if a process ends before the server is ready, or later says that it cannot start again.
+        Raises LaunchError if a process ends before the server is ready.
         """
         with _signals(self._request_stop):
             try:
@@ -58,6 +59,7 @@ class Launcher:
             if ended := self.processes.ended():
                 raise _start_error(ended, self.processes.statuses())
             if is_healthy(self.config):
+                self.log.release()
                 with suppress(CommandError, OutputEndedError):  # it serves, whether anybody reads that or not
                     print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
@@ -77,19 +79,19 @@ class Launcher:
 def _start_error(ended: str, statuses: Sequence[int]) -> LaunchError:
     """Return the error of a server one of whose children, as `ended` says, has ended before it was ready."""
     if REFUSED in statuses:
-        return ChildRefusedError(f"the {ended}: it says why above")
+        return ChildRefusedError(f"the {ended}: it says why")
     return LaunchError(f"nothing is served: {why_ended_early(ended, statuses)}; what it said last is above")
 
 
 def serve(config: Config, model_directory: Path, served_name: str) -> None:
     """Serve the model in `model_directory` until interrupted. Raises LaunchError."""
-    with socket_directory() as directory:
+    with socket_directory() as directory, closing(ChildLog(reasons_last=True)) as log:
         resolved = msgspec.structs.replace(
             config,
             model=str(model_directory),
             served_model_name=config.served_model_name or (served_name,),
         )
-        Launcher(with_sockets_in(directory, with_ports(resolved))).run()
+        Launcher(with_sockets_in(directory, with_ports(resolved)), log).run()
 
 
 def ready_text(config: Config, seconds: float) -> str:

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 
+from octavo.child_log import ChildLog
 from octavo.errors import LaunchError
 from octavo.processes import POLL_S, STOP_GRACE_S, Child, Process, kill_processes, start_together
 from protocol.config import PREFIX
@@ -37,8 +38,8 @@ def supervise(
     runs as often, as its ranks; the status is rank 0's. Raises LaunchError if the command cannot be run.
     """
     adopt_orphans()
-    with _signals() as signals, _meeting(num_ranks) as directory:
-        child = _started(command, hang_timeout_s, num_ranks, directory)
+    with _signals() as signals, _meeting(num_ranks) as directory, _log(num_ranks) as stderr:
+        child = _started(command, hang_timeout_s, num_ranks, directory, stderr)
         while not signals.asked:
             if child.refused():
                 child.end()
@@ -111,14 +112,29 @@ def _meeting(num_ranks: int) -> AbstractContextManager[str]:
         raise LaunchError(f"ranks need a directory to meet in: {error}") from None
 
 
-def _started(command: Sequence[str], hang_timeout_s: float, num_ranks: int, directory: str) -> Child:
+@contextmanager
+def _log(num_ranks: int) -> Iterator[int | None]:
+    """Yield where ranks write: if one refuses, that is the last to be seen. None for one rank alone, which says it so.
+
+    They have all ended at the end of the context.
+    """
+    if num_ranks == 1:
+        yield None
+        return
+    with closing(ChildLog(reasons_last=True)) as log:
+        yield log.descriptor
+
+
+def _started(
+    command: Sequence[str], hang_timeout_s: float, num_ranks: int, directory: str, stderr: int | None
+) -> Child:
     lives = itertools.count(1)
 
     def start() -> list[Process]:
         if num_ranks == 1:
             return [Process(command)]
         address = f"file://{directory}/{next(lives)}"  # no other life meets there
-        return start_together(partial(_start_rank, command, rank, address) for rank in range(num_ranks))
+        return start_together(partial(_start_rank, command, rank, address, stderr) for rank in range(num_ranks))
 
     try:
         return Child(f"process {shlex.join(command)}", start, hang_timeout_s)
@@ -126,9 +142,9 @@ def _started(command: Sequence[str], hang_timeout_s: float, num_ranks: int, dire
         raise LaunchError(f"cannot run {command[0]}: {error.strerror}") from None
 
 
-def _start_rank(command: Sequence[str], rank: int, address: str) -> Process:
+def _start_rank(command: Sequence[str], rank: int, address: str, stderr: int | None) -> Process:
     where = {f"{PREFIX}RANK": str(rank), f"{PREFIX}DISTRIBUTED_ADDRESS": address}
-    return Process(command, environ={**os.environ, **where})
+    return Process(command, environ={**os.environ, **where}, stderr=stderr)
 
 
 def _end(processes: Sequence[Process], number: int, grace_s: float) -> int:

@@ -132,6 +132,36 @@ def test_a_start_that_fails_says_why_in_one_paragraph(failure: Failure, model: P
         assert words in said
 
 
+CHATTER = """
+import os, sys, threading, time
+
+def chatter():
+    while True:
+        os.write(2, b"12:00:00 I scheduler: still here\\n")
+        time.sleep(0.01)
+
+if "scheduler" in sys.orig_argv:
+    threading.Thread(target=chatter, daemon=True).start()
+"""
+
+
+def test_the_reason_comes_last_whatever_others_log_meanwhile(model: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "model"))
+    (broken / "tokenizer.json").write_text("{}")
+    (tmp_path / "sitecustomize.py").write_text(CHATTER)
+    done = subprocess.run(
+        [sys.executable, "-m", "octavo", "serve", "--model", str(broken), "--port", "0"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert "12:00:00 I scheduler: still here" in lines
+    assert [line for line in lines if line.startswith("python -m ")] == [lines[-1]]
+
+
 # What the gateway finds in a model, a command without one finds itself.
 GENERATE_FAILURES = (
     *(failure for failure in FAILURES if failure.name == "tokenizer broken"),

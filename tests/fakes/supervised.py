@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from protocol.process import start_process
+from protocol.process import refuse, start_process
 
 
 def main() -> int:
@@ -34,6 +34,15 @@ def main() -> int:
             stand_still()
         case "refuses" if os.environ["OCTAVO_RANK"] == "1":
             stand_still()
+        case "talks" if os.environ["OCTAVO_RANK"] == "1":
+            (directory / "ready").touch()
+            while True:
+                print("still here", file=sys.stderr)
+                time.sleep(0.01)
+        case "talks":
+            while not (directory / "ready").exists():
+                time.sleep(0.01)
+            return refuse("executor", "there is no room: make some")
         case "ranks":
             rank, address = os.environ["OCTAVO_RANK"], os.environ["OCTAVO_DISTRIBUTED_ADDRESS"]
             with (directory / "ranks").open("a") as file:

@@ -7,9 +7,9 @@ import pytest
 from octavo.child_log import ChildLog
 
 
-def log_of(*writings: bytes) -> ChildLog:
+def log_of(*writings: bytes, reasons_last: bool = False) -> ChildLog:
     """Return a closed log after children that wrote `writings`, of which a stranger still holds the pipe."""
-    log = ChildLog()
+    log = ChildLog(reasons_last=reasons_last)
     held = os.dup(log.descriptor)
     for writing in writings:
         code = f"import sys; sys.stderr.buffer.write({writing!r})"
@@ -32,6 +32,42 @@ def test_without_such_a_line_the_last_lines_are(capfd: pytest.CaptureFixture[str
     cause = log_of("\n".join(lines).encode()).cause([2])
     assert cause.splitlines() == ["it said last:", *lines[-15:]]
     assert len(capfd.readouterr().err.splitlines()) == 5000
+
+
+@pytest.mark.parametrize(
+    "writings",
+    [
+        [
+            b"10:00 I executor: import\npython -m gateway: no tokenizer\n10:01 I scheduler: x\n",
+            b"bar 1%\rbar 2%\r",
+            b"end",
+        ],
+        [
+            b"10:00 I executor: import\npyth",
+            b"on -m gateway: no tok",
+            b"enizer\n10:01 I scheduler: x\nbar 1%\rbar 2%\rend",
+        ],
+        [
+            b"10:00 I executor: import\n10:01 I sch",
+            b"eduler: x\nbar 1%\rbar 2%\r",
+            b"python -m gateway: no tokenizer\nend",
+        ],
+    ],
+)
+def test_a_reason_is_put_last(writings: list[bytes], capfd: pytest.CaptureFixture[str]) -> None:
+    log = log_of(*writings, reasons_last=True)
+    first = "10:00 I executor: import\n10:01 I scheduler: x\nbar 1%\rbar 2%\rend"
+    assert capfd.readouterr().err == first + "python -m gateway: no tokenizer\n"
+    assert log.cause([2]) == "no tokenizer"
+
+
+def test_a_reason_is_shown_at_once_after_the_start(capfd: pytest.CaptureFixture[str]) -> None:
+    log = ChildLog(reasons_last=True)
+    os.write(log.descriptor, b"python -m executor: no room\n")
+    log.release()
+    os.write(log.descriptor, b"10:00 I gateway: x\n")
+    log.close()
+    assert capfd.readouterr().err == "python -m executor: no room\n10:00 I gateway: x\n"
 
 
 def test_silence_is_said_too() -> None:

@@ -135,6 +135,17 @@ def test_ranks_that_refuse_to_start_end_all_of_them(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in lives(tmp_path))
 
 
+def test_why_a_rank_refuses_comes_last(tmp_path: Path) -> None:
+    """The other rank goes on to talk until it has been asked to end."""
+    command = [sys.executable, "-m", "octavo", "supervise", "--all-ranks", "--", *child("talks", tmp_path)]
+    environ = {**os.environ, "OCTAVO_TENSOR_PARALLEL_SIZE": "2"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    *others, last = done.stderr.splitlines()
+    assert last == "python -m executor: there is no room: make some"
+    assert set(others) == {"still here"}
+
+
 def test_all_ranks_of_one_are_one_process_that_meets_nobody(tmp_path: Path) -> None:
     done = supervise_to_the_end("fails", tmp_path, "--all-ranks")
     assert done.returncode == 2
