@@ -1,11 +1,11 @@
-"""The optional parts of the installation, and the one sentence that a person reads where one is missing."""
+"""The optional parts of the installation, and the sentence that tells a user which part is missing."""
 
 import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The modules that our code imports of each of pyproject.toml's extras; the first that is absent is named.
+# By extra of pyproject.toml: the modules that our code imports. The sentence names the first absent one.
 EXTRAS = {
     "gateway": (
         "gguf",
@@ -43,11 +43,11 @@ EXTRAS = {
 
 
 class MissingExtraError(ImportError):
-    """What was asked for needs packages that are not installed; the message has the command that installs them."""
+    """A command needs packages that are not installed; the message says how to install them."""
 
 
 def require_extras(what: str, *extras: str) -> None:
-    """Raise MissingExtraError unless `what` can import all modules of `extras`. None is imported here."""
+    """Raise MissingExtraError if a module that `what` needs of `extras` is absent. No module is imported here."""
     absent = {extra: _absent(extra) for extra in extras}
     if lacking := [extra for extra in extras if absent[extra]]:
         raise MissingExtraError(_sentence(what, absent[lacking[0]][0], lacking))
@@ -55,7 +55,7 @@ def require_extras(what: str, *extras: str) -> None:
 
 @contextmanager
 def imports_of(process: str, extra: str) -> Iterator[None]:
-    """End the process with status 2 and one sentence if an import in the body lacks a module of `extra`."""
+    """If an import in the body fails for want of a module of `extra`, print one sentence and exit with status 2."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Handshakes that fail: a process whose key is wrong says so, and is there when it, or the scheduler, is put right."""
+"""Handshakes that fail: the process says why, and tries again, so that it connects once the keys are right."""
 
 import logging
 import math
@@ -14,17 +14,17 @@ logger = logging.getLogger(__name__)
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 FAILED = REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 COMPLAINT_INTERVAL_S = 10.0
-RECONNECT_S = 1.0  # after a handshake that libzmq does not try again
-NUM_TOLERATED = 2  # connections that break may be a scheduler's end; more in a row are not
+RECONNECT_S = 1.0  # after a refused handshake, which libzmq itself does not repeat
+NUM_TOLERATED = 2  # broken connections in a row that may just be the scheduler's end
 
 
 class HandshakeEvent(NamedTuple):
     kind: int
-    value: int  # an error of the protocol (zmq.PROTOCOL_ERROR_…), or a status of the authentication
+    value: int  # zmq.PROTOCOL_ERROR_…, or a status of the authentication
 
 
 def monitor(socket: "zmq.Socket[Any]", events: int) -> "zmq.Socket[bytes]":
-    """Return what tells of `events` of `socket`, which may be of any context."""
+    """Return a socket on which the `events` of `socket`, of any context, arrive."""
     address = f"inproc://handshakes-{id(socket)}-{time.monotonic_ns()}"
     socket.monitor(address, events)
     listener: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR, socket_class=zmq.Socket)
@@ -40,7 +40,7 @@ def receive_event(listener: "zmq.Socket[bytes]") -> HandshakeEvent:
 
 
 class HandshakeWatch:
-    """Watches the handshakes of one DEALER with the scheduler at `address`, from before it connects on."""
+    """Watches the handshakes of one DEALER with the scheduler at `address`; made before the DEALER connects."""
 
     def __init__(
         self,
@@ -54,12 +54,12 @@ class HandshakeWatch:
         self._socket, self._address, self._has_keys, self._clock = socket, address, has_keys, clock
         self._is_silent = is_silent
         self._listener = monitor(socket, FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._num_failed = 0  # since the last that succeeded
+        self._num_failed = 0  # since the last success
         self._complained_s = -math.inf
         self._reconnect_s = math.inf
 
     def look(self) -> None:
-        """Take note of what has happened: log it, seldom, and connect again where libzmq has given up."""
+        """Handle new events: log a failure, at a bounded rate, and connect again after libzmq gave up."""
         for event in self._events():
             if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._num_failed, self._reconnect_s = 0, math.inf
@@ -75,7 +75,7 @@ class HandshakeWatch:
             self._socket.connect(self._address)
 
     def close(self) -> None:
-        """Watch no more; call it before the socket is closed."""
+        """Stop watching. Call this before the socket is closed."""
         self._socket.disable_monitor()
         self._listener.close()
 
@@ -91,12 +91,12 @@ class HandshakeWatch:
     def _why(self, event: HandshakeEvent) -> str:
         if event.kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             return (
-                "it refuses this process's key. It was started with others, or this is the key of another kind of"
-                " process; restart both with the directories of one `octavo keys DIR`"
+                "it refuses this process's key. The scheduler has keys of another `octavo keys DIR`, or this key is of"
+                " another kind of process; restart both with the directories of one `octavo keys DIR`"
             )
         if self._has_keys:
             return (
-                "it has another key than scheduler.key in link_keys_dir, or none. Restart both with the directories"
-                " of one `octavo keys DIR`"
+                "its key is not scheduler.key in link_keys_dir, or it has no key. Restart both with the directories of"
+                " one `octavo keys DIR`"
             )
-        return "it ends the handshake, probably since it asks for a key: set --link-keys-dir"
+        return "it ends the handshake, probably because it asks for a key: set --link-keys-dir"

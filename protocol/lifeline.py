@@ -1,7 +1,7 @@
-"""What ties a process to its parent: one socket pair, through which each notices that the other is gone or stuck.
+"""The lifeline: a socket pair by which parent and child notice each other's end, and the parent a child that is stuck.
 
-The child beats from the loop that does its work, never from a thread of its own: a loop that is stuck falls silent,
-whatever else in the process still runs. Until the first beat (it loads) nothing is expected of it.
+The child beats from the loop that does its work, never from a thread of its own: a stuck loop falls silent even if
+other threads run. Before its first beat the child loads, and its parent expects nothing.
 """
 
 import contextlib
@@ -14,28 +14,28 @@ import weakref
 from collections.abc import Callable
 
 LIFELINE_FLAG = "--lifeline-fd"
-INTERVAL_S = 1.0  # between beats; a process that is well beats at least this often, busy or idle
-LONGEST_TURN_S = 2.0  # what one look of the parent adds to a silence, at most
-GRACE_S = 10.0  # between being asked to end because the parent is gone, and ending
+INTERVAL_S = 1.0  # between beats of a healthy process, busy or idle, at most
+LONGEST_TURN_S = 2.0  # that one look of the parent adds to a silence, at most
+GRACE_S = 10.0  # between the SIGTERM after the parent's end and the forced exit
 
 
 class Heart:
-    """The child's end; without a socket, nobody listens."""
+    """The child's end. Without a socket nobody listens."""
 
     def __init__(self, lifeline: socket.socket | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._socket, self._clock = lifeline, clock
         self._due_s = clock()
 
     def beat(self) -> None:
-        """Say that the loop which calls this has come around. It costs next to nothing, however often it is called."""
+        """Tell the parent that the calling loop has come around. A call costs next to nothing."""
         if self._socket is None or (now_s := self._clock()) < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
-        with contextlib.suppress(OSError):  # the parent has beats enough to read, or is gone: not this loop's business
+        with contextlib.suppress(OSError):  # the buffer is full of beats, or the parent is gone: no matter here
             self._socket.send(b".", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def end_with_parent(self) -> None:
-        """From now on, end this process when its parent is gone: in order, or else after GRACE_S."""
+        """From here on, a thread ends this process when its parent is gone: by SIGTERM, and after GRACE_S by force."""
         if self._socket is not None:
             threading.Thread(target=self._wait_for_end, args=(self._socket,), name="lifeline", daemon=True).start()
 
@@ -44,13 +44,13 @@ class Heart:
             while lifeline.recv(1):
                 pass
         except ConnectionResetError:
-            pass  # it went without having read the last beats
+            pass  # the parent ended without reading the last beats
         os.kill(os.getpid(), signal.SIGTERM)
         threading.Event().wait(GRACE_S)
         os._exit(1)
 
 
-# A fork has copies of its parent's ends, which would keep children alive when the parent itself is gone.
+# A fork copies this process's ends. The copies would keep children alive after this process is gone.
 _of_this_process: "weakref.WeakSet[Lifeline]" = weakref.WeakSet()
 
 
@@ -63,12 +63,12 @@ os.register_at_fork(after_in_child=_close_copies)
 
 
 class Lifeline:
-    """The parent's end, and until `release` the child's too: `fd` is for the child to inherit."""
+    """The parent's end and, until `release`, the child's end, whose `fd` the child inherits."""
 
     def __init__(self) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
-        self.has_begun = False  # whether the child has ever beaten, as far as this end has looked
+        self.has_begun = False  # whether a beat of the child has been read
         self._silence_s = 0.0
         self._looked_s = 0.0
         _of_this_process.add(self)
@@ -78,19 +78,19 @@ class Lifeline:
         return self._theirs.fileno()
 
     def release(self) -> None:
-        """Leave the child's end to the child. To be called once it has been started, or could not be."""
+        """Close the child's end here. Call this after the child was started, or failed to start."""
         self._theirs.close()
 
     def close(self) -> None:
-        """Let go of the child: if it lives, it ends by itself."""
+        """Let go of the child: a living child then ends by itself."""
         self._theirs.close()
         self._ours.close()
 
     def silence_s(self, now_s: float) -> float:
-        """Return for how long the child has not beaten; 0 before it first did. To be called every second or so.
+        """Return for how long the child has not beaten; 0 before its first beat. Call this about every second.
 
-        Only time in which this process looked counts: where both were frozen and thawed together, the child has done
-        nothing wrong.
+        Only time in which this process looked counts: if both processes were frozen and thawed together, the child is
+        not to blame.
         """
         elapsed_s = min(now_s - self._looked_s, LONGEST_TURN_S) if self.has_begun else 0.0
         self._looked_s = now_s
@@ -101,7 +101,7 @@ class Lifeline:
         return self._silence_s
 
     def _take_beats(self) -> bool:
-        """Read all that has come, and return whether anything had."""
+        """Read all beats that have come; return whether there were any."""
         has_beaten = False
         try:
             while self._ours.recv(4096):

@@ -1,8 +1,8 @@
-"""The keys of tcp:// links: ZeroMQ CURVE encrypts them, and whom each end answers is known by its key.
+"""The keys of tcp:// links: ZeroMQ CURVE encrypts a link, and each end knows the other by its key.
 
-Each kind of process has one key pair, in the files of zmq.auth. The scheduler answers gateways at its frontend and
-executors at its backend, nobody else; both answer the one scheduler whose public key they have. ipc:// links are
-guarded by their private directory.
+Each kind of process has one key pair, in files of zmq.auth. The scheduler answers only gateways at its frontend and
+only executors at its backend. Gateways and executors answer only the scheduler whose public key they have. A private
+directory guards ipc:// links.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 TCP = "tcp://"
 KEY_CHARACTERS = 40  # of a key in Z85
-# Whose public keys lie beside the secret of each kind of process.
+# By kind of process: whose public keys lie beside its secret key.
 PEERS = {"scheduler": ("gateway", "executor"), "gateway": ("scheduler",), "executor": ("scheduler",)}
 
 
@@ -32,24 +32,24 @@ class KeyPair(NamedTuple):
 
 
 class ClientKeys(NamedTuple):
-    """For a socket that connects to the scheduler whose public key this is."""
+    """For a socket that connects to the scheduler with the public key `scheduler`."""
 
     own: KeyPair
     scheduler: bytes
 
 
 class ServerKeys(NamedTuple):
-    """For a socket that the scheduler binds: who has one of the `admitted` public keys is answered there."""
+    """For a socket that the scheduler binds: it answers peers with one of the `admitted` public keys."""
 
     own: KeyPair
-    kind: str  # of process that connects
+    kind: str  # of the processes that connect
     admitted: frozenset[bytes]
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Write new keys for each kind of process into a directory of its own, and return these.
+    """Write new keys for each kind of process into a directory of its own; return the directories.
 
-    Raises FileExistsError, before anything is written, if there are keys already.
+    Raises FileExistsError, and writes nothing, if there are keys already.
     """
     pairs = {kind: KeyPair(*zmq.curve_keypair()) for kind in PEERS}
     texts: dict[Path, tuple[str, int]] = {}
@@ -68,9 +68,9 @@ def make_keys(directory: Path) -> list[Path]:
 
 
 def client_keys(config: Config, kind: str, addresses: Iterable[str]) -> ClientKeys | None:
-    """Return the keys with which a process of `kind` connects to `addresses`; None for links without.
+    """Return the keys with which a process of `kind` connects to `addresses`; None for links without keys.
 
-    Raises ValueError if another machine's address is to be used without keys, or they cannot be used.
+    Raises ValueError if the keys cannot be used, or are absent although an address is another machine's.
     """
     if not _need_keys(config, addresses):
         return None
@@ -80,9 +80,9 @@ def client_keys(config: Config, kind: str, addresses: Iterable[str]) -> ClientKe
 
 
 def server_keys(config: Config) -> tuple[ServerKeys | None, ServerKeys | None]:
-    """Return the keys of the scheduler's frontend and of its backend; None for a link without.
+    """Return the keys of the scheduler's frontend and of its backend; None for a link without keys.
 
-    The scheduler's own key opens its frontend too: its probe has it. Raises ValueError as `client_keys`.
+    The scheduler's own key opens its frontend too: the scheduler's probe uses it. Raises ValueError as `client_keys`.
     """
     frontend = _server_keys(config, config.frontend_address, "gateway")
     if frontend is not None:
@@ -98,16 +98,16 @@ def _server_keys(config: Config, address: str, kind: str) -> ServerKeys | None:
 
 
 def check_ranks_link(config: Config) -> None:
-    """Raise ValueError if ranks are to meet at an address that other machines reach, unless that is allowed by name."""
+    """Raise ValueError if ranks meet at an address that other machines reach, unless insecure_links allows it."""
     if not config.insecure_links and _is_exposed(config.distributed_address):
         raise ValueError(
-            f"ranks that meet at {config.distributed_address} trust whoever reaches them, since torch.distributed"
-            " knows no keys and encrypts nothing: join them by a network that is theirs alone, and say --insecure-links"
+            f"ranks that meet at {config.distributed_address} trust everybody who reaches them, since torch.distributed"
+            " has no keys and no encryption: give the ranks a network of their own, and set --insecure-links"
         )
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this machine reaches the tcp:// address; a name other than localhost may mean any."""
+    """Return whether only this machine reaches the tcp:// address. A name, except localhost, may be any machine's."""
     host = address.removeprefix(TCP).rpartition(";")[2].rpartition(":")[0].strip("[]")
     if host == "localhost":
         return True
@@ -118,7 +118,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _need_keys(config: Config, addresses: Iterable[str]) -> bool:
-    """Return whether keys are to be read for any of the addresses. Raises ValueError if there are none."""
+    """Return whether any of the addresses needs keys. Raises ValueError if it needs keys that are not set."""
     links = [address for address in addresses if address.startswith(TCP)]
     if config.link_keys_dir:
         return bool(links)
@@ -126,10 +126,10 @@ def _need_keys(config: Config, addresses: Iterable[str]) -> bool:
         if not config.insecure_links:
             raise ValueError(
                 f"{exposed[0]} can be reached from other machines, and there are no keys: anyone could generate, and"
-                " read and answer what others ask. Make keys with `octavo keys DIR` and set --link-keys-dir; or set"
-                " --insecure-links, if only machines that you trust reach it"
+                " read and answer the requests of others. Make keys with `octavo keys DIR` and set --link-keys-dir; or"
+                " set --insecure-links, if only machines that you trust reach it"
             )
-        logger.warning("%s is without keys: whoever reaches it can use the model and read along", exposed[0])
+        logger.warning("%s is without keys: everybody who reaches it can use the model and read along", exposed[0])
     return False
 
 
@@ -143,7 +143,7 @@ def _own(directory: Path, kind: str) -> KeyPair:
     if secret is None or not _is_key(secret):
         raise ValueError(f"{path} has no secret key: make keys anew with `octavo keys DIR`")
     if path.stat().st_mode & 0o007:
-        logger.warning("%s is a secret that every user of this machine can read: chmod 600", path)
+        logger.warning("%s is a secret, and every user of this machine can read it: chmod 600", path)
     return KeyPair(public, secret)
 
 
@@ -155,13 +155,13 @@ def _load(path: Path, kind: str) -> tuple[bytes, bytes | None]:
     """Return the keys in a file of zmq.auth. Raises ValueError, for the operator, if it cannot be used."""
     if not path.exists():
         raise ValueError(
-            f"{path} is not there: link_keys_dir is the directory `{kind}` of those that `octavo keys DIR` makes"
+            f"{path} does not exist: link_keys_dir is the directory DIR/{kind} that `octavo keys DIR` makes"
         )
     try:
         public, secret = load_certificate(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:  # of zmq.auth: there is none
+    except ValueError:  # zmq.auth found no key
         public, secret = b"", None
     if not _is_key(public):
         raise ValueError(f"{path} has no public key: make keys anew with `octavo keys DIR`")
@@ -176,7 +176,7 @@ def _is_key(text: bytes) -> bool:
 
 
 def _certificate(public: bytes, secret: bytes | None = None) -> str:
-    """Return the text of a file that zmq.auth reads."""
+    """Return the text of a key file of zmq.auth."""
     lines = ["metadata", "curve", f'    public-key = "{public.decode()}"']
     if secret is not None:
         lines.append(f'    secret-key = "{secret.decode()}"')

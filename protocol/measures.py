@@ -1,11 +1,11 @@
-"""What is measured where it happens and shown elsewhere. Exact: nothing is sampled or forgotten."""
+"""Measures that one process takes and another shows. They are exact: no observation is left out."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from protocol.messages import HistogramCounts
 
-# Upper bounds, as vLLM has them where it has the metric, so that its dashboards fit.
+# Upper bounds. A metric that vLLM has too has vLLM's bounds, so that dashboards for vLLM fit.
 FIRST_TOKEN_BOUNDS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -26,15 +26,15 @@ CHOICES_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Histogram:
-    """How many observations fell into each bucket, and their sum. A bucket includes its upper bound."""
+    """The number of observations in each bucket, and their sum. A bucket includes its upper bound."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
-        self._counts = [0] * (len(bounds) + 1)  # the last is beyond all bounds
+        self._counts = [0] * (len(bounds) + 1)  # the last bucket is beyond all bounds
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Take `count` observations of `value`."""
+        """Add `count` observations of `value`."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
@@ -43,7 +43,7 @@ class Histogram:
 
 
 class RecentMaximum:
-    """The largest value of the last `window_s` seconds, and of at most as many before them."""
+    """The largest value of the last one to two windows of `window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -55,7 +55,7 @@ class RecentMaximum:
         self._newest = max(self._newest, value)
 
     def read(self, now_s: float) -> float:
-        """Return it; 0 if nothing was observed."""
+        """Return the maximum; 0 if nothing was observed."""
         self._roll(now_s)
         return max(self._newest, self._before)
 

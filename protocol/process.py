@@ -1,6 +1,6 @@
-"""What the three processes do alike before their own work: read the configuration, log, end with their parent.
+"""The start that all three processes share: read the configuration, set up logging, end with the parent.
 
-SIGQUIT has one show the stacks of all its threads; it goes on.
+On SIGQUIT a process prints the stacks of all its threads and goes on.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from protocol.settings.foreign import say_what_has_no_effect
 from protocol.settings.loading import load_config, refuse_foreign_keys
 from protocol.settings.suggestions import setting_suggestion
 
-# The packages whose messages a person sees at every level; libraries speak from WARNING on, unless all is asked for.
+# Packages that log at the level asked for. Libraries log from WARNING on, unless that level is debug.
 OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
-CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")  # what would move a cursor, or worse: a mark
-REFUSED = 2  # exit status of a process that has said, in one paragraph, why it does not start
-PROGRAM = "python -m "  # how that paragraph begins, before the process's name and a colon
+CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")  # characters that move a cursor, or worse
+REFUSED = 2  # exit status of a process that printed, in one paragraph, why it does not start
+PROGRAM = "python -m "  # begins that paragraph; the process's name and a colon follow
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse, but an unknown flag names the nearest known one, and no flag may be shortened."""
+    """An argparse that answers an unknown flag with the nearest known one, and that allows no shortened flags."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
@@ -42,7 +42,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return values, unknown
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        return []  # argparse would read -t, another server's number of threads, as the beginning of -tp
+        return []  # otherwise argparse takes -t, another server's number of threads, for a short -tp
 
     def error(self, message: str) -> NoReturn:
         self.exit(REFUSED, f"{self.prog}: {paragraph(message)}\n")
@@ -53,9 +53,9 @@ def start_process(
 ) -> tuple[Config, Heart]:
     """Return the Config of this process's environment and flags, with logging set up and the parent watched.
 
-    The Heart is to beat from the loop that does the process's work.
-    It has flags for the `fields` that it reads; variables may name all others too, which are for its peers. Ends the
-    process with status 2 and one line if a setting is wrong.
+    The process has flags for the `fields` that it reads; variables may set other fields, which are for its peers. The
+    loop that does the process's work must call `beat` of the Heart. A wrong setting ends the process with one line and
+    status 2.
     """
     know_home()
     parser = ArgumentParser(prog=f"{PROGRAM}{name}", description=description)
@@ -77,9 +77,9 @@ def start_process(
 
 
 def know_home() -> None:
-    """Have a home, for this process and its children, where the user has none, as any uid in a container: /.
+    """Set HOME to / for this process and its children if the user has no home, like an arbitrary uid in a container.
 
-    Container engines say the same. Whoever writes there finds out whether it can be written.
+    Container engines set the same. Code that writes there handles the error.
     """
     if "HOME" not in os.environ:
         try:
@@ -89,7 +89,7 @@ def know_home() -> None:
 
 
 def inherited_heart(fd: int | None) -> Heart:
-    """Return this process's end of the lifeline that it inherited, if it has a parent that listens."""
+    """Return this process's end of the inherited lifeline, or a Heart to which nobody listens."""
     if fd is None:
         return Heart()
     lifeline = socket.socket(fileno=fd)
@@ -98,18 +98,18 @@ def inherited_heart(fd: int | None) -> Heart:
 
 
 def refuse(name: str, reason: Exception | str) -> int:
-    """Say in one paragraph why the process does not start, and return its exit status."""
+    """Print in one paragraph why the process does not start; return the exit status."""
     print(f"{PROGRAM}{name}: {paragraph(reason)}", file=sys.stderr)
     return REFUSED
 
 
 def paragraph(reason: Exception | str) -> str:
-    """Return what is wrong as one line, in words for an operator, whoever chose them: a terminal obeys none of it."""
+    """Return the reason as one line that is safe to print: a stranger's words in it cannot control a terminal."""
     return " ".join(str(reason).split()).translate(CONTROLS) or type(reason).__name__
 
 
 class HarmlessFormatter(logging.Formatter):
-    """A line or several, which may hold a stranger's words: a terminal obeys none of them."""
+    """Makes records safe to print: a stranger's words in one cannot control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(line.translate(CONTROLS) for line in super().format(record).split("\n"))
@@ -123,7 +123,7 @@ def begin_log(name: str, config: Config, *, has_parent: bool = False) -> None:
 
 
 def configure_logging(name: str, level: str) -> None:
-    """Log to stderr, each line with the time and which process speaks; what libraries note only at `debug`."""
+    """Log to stderr, each line with the time and the process's name; libraries log below WARNING only at `debug`."""
     least = logging.getLevelNamesMapping()[level.upper()]
     for package in OURS:
         logging.getLogger(package).setLevel(least)

@@ -1,18 +1,18 @@
-"""How the tokens of one sequence are chosen: plain numbers that the gateway has checked."""
+"""How the executor chooses the tokens of one sequence: plain numbers, checked by the gateway."""
 
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # an executor has them in columns of 64 bits
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # fits the executor's columns of 64 bits
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sampling of one sequence. Every field is set by the gateway; a default here means "off".
+    """Sampling of one sequence. The gateway sets every field; a default here means "off".
 
-    Stop ids are two lists: `eos_token_ids` is what the model says (empty when the request ignores them),
-    `stop_token_ids` is what the user asked for. `min_tokens` masks both.
+    There are two lists of stop ids: `eos_token_ids` are the model's (empty if the request ignores them),
+    `stop_token_ids` the user's. `min_tokens` masks both.
     """
 
     max_tokens: Natural
@@ -27,11 +27,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     min_tokens: Natural = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, added to its logit
-    num_logprobs: Natural | None = None  # alternatives a token beside its own; None is none at all
-    num_prompt_logprobs: Natural | None = None  # the same for the prompt
+    logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number that is added to its logit
+    num_logprobs: Natural | None = None  # alternatives beside each token; None: no log probabilities
+    num_prompt_logprobs: Natural | None = None  # the same for prompt tokens
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's chance depends on the output before it."""
+        """Whether the probability of a token depends on the tokens before it beyond the model."""
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)

@@ -1,8 +1,8 @@
 """The sockets of both links: the scheduler binds a ROUTER, everyone else connects a DEALER.
 
-No send blocks, nothing is queued beyond the high-water mark, and a peer that went away is an answer, not a silence
-(ROUTER_MANDATORY). A life of a process has a random identity; one that comes back under an old identity takes over
-(ROUTER_HANDOVER).
+No send blocks, no queue grows beyond the high-water mark, and a send to an absent peer fails at once
+(ROUTER_MANDATORY). Each life of a process has a random identity; a connection with a known identity takes that identity
+over (ROUTER_HANDOVER).
 """
 
 import errno
@@ -19,9 +19,9 @@ import zmq
 from protocol.link_keys import TCP, ClientKeys, ServerKeys
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_IPC_PATH_BYTES = 107  # of a Unix socket's path, the closing zero not counted
+MAX_IPC_PATH_BYTES = 107  # of a Unix socket's path, without the closing zero
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 4000
-HANDSHAKE_MS = 5000  # that whoever connects is given, before its connection is closed
+HANDSHAKE_MS = 5000  # for a handshake; then the connection is closed
 
 AnySocket = TypeVar("AnySocket", bound="zmq.Socket[bytes]")
 
@@ -48,8 +48,8 @@ def bind_router(
 ) -> "zmq.Socket[bytes]":
     """Return a ROUTER bound to `address`; hold the address first. Raises ValueError if it cannot be bound.
 
-    With `keys`, whoever connects by TCP is asked for one, and `scheduler/door.py` says whether it is admitted: nobody
-    is where no door is kept.
+    With `keys`, every TCP peer must show a key, and `scheduler/door.py` says whether the key is admitted. Without a
+    running door nobody is admitted.
     """
     socket = configure(context.socket(zmq.ROUTER), **options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
@@ -71,9 +71,9 @@ def bind_router(
 def connect_dealer(
     socket: AnySocket, address: str, identity: str, keys: ClientKeys | None = None, **options: int
 ) -> AnySocket:
-    """Return `socket`, a DEALER of any context, connected under `identity`. The peer need not be there yet.
+    """Return `socket`, a DEALER of any context, connected under `identity`. The peer may start later.
 
-    `keys` are for TCP; with them, only the scheduler that has the secret key is spoken to.
+    `keys` are for TCP: the socket then speaks only to the scheduler that has the secret key.
     """
     configure(socket, **options)
     if keys is not None and address.startswith(TCP):
@@ -88,7 +88,7 @@ def connect_dealer(
 
 
 def try_send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> bool:
-    """Send without blocking; return False, with nothing queued, if the peer is gone or its queue is full."""
+    """Send without blocking. Return False, and queue nothing, if the peer is gone or its queue is full."""
     try:
         socket.send_multipart(frames, zmq.DONTWAIT)
     except zmq.ZMQError as error:
@@ -100,10 +100,10 @@ def try_send(socket: "zmq.Socket[bytes]", frames: Sequence[bytes]) -> bool:
 
 @contextmanager
 def hold_address(address: str) -> Iterator[None]:
-    """Hold an ipc address for one process while the context lasts; other transports guard themselves.
+    """Hold an ipc address for one process while the context lasts; other transports guard their addresses themselves.
 
-    A second bind on a live ipc path would silently take it over. The directory is made, private, if it is not there.
-    Raises ValueError if the path is too long, its directory is not private, or another process holds it.
+    A second bind on a live ipc path would silently take the path over. A missing directory is made, as a private one.
+    Raises ValueError if the path is too long, its directory is not private, or another process holds the address.
     """
     if not address.startswith("ipc://"):
         yield
@@ -126,7 +126,7 @@ def hold_address(address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(lock)  # the lock file stays: removing it would let two processes hold two files of one name
+        os.close(lock)  # the file stays: without it two processes could hold two files of one name
 
 
 def _ensure_private(directory: Path) -> None:

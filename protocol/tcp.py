@@ -1,4 +1,4 @@
-"""Where a server listens: the same addresses for whoever asks beforehand and for the server itself."""
+"""Where a server listens. The launcher's check before the start and the server itself bind in the same way."""
 
 import socket
 
@@ -6,10 +6,10 @@ EVERYWHERE = ("", "*", "::", "[::]")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to `host`, which is an address (an IPv6 one with or without brackets) or a name.
+    """Return a socket bound to `host`: a name, or an address (of IPv6 with or without brackets).
 
-    "", "*" and "::" are all addresses, of IPv6 and IPv4; 0.0.0.0 all of IPv4. Raises OSError, or UnicodeError for what
-    can be no name.
+    "", "*" and "::" mean all addresses of IPv6 and IPv4, 0.0.0.0 all of IPv4. Raises OSError, or UnicodeError for an
+    impossible name.
     """
     if host in EVERYWHERE:
         if not socket.has_dualstack_ipv6():
@@ -26,7 +26,7 @@ def without_brackets(host: str) -> str:
 
 
 def netloc(host: str, port: int) -> str:
-    """Return `host` and `port` as a URL has them."""
+    """Return `host` and `port` as they stand in a URL."""
     host = without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

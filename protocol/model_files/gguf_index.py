@@ -1,8 +1,8 @@
-"""What is told of a GGUF file beside it: which tensor lies where, under the names of a Hugging Face checkpoint.
+"""The index beside a GGUF file: where each tensor lies, under its name in a Hugging Face checkpoint.
 
-Whoever resolves a model reads the file's own header, which takes seconds for a large vocabulary, and writes this index;
-the executor maps the file by it. The directory of a model that is read from a GGUF file has both under these names, and
-a config.json whose `quantization_config` has the `quant_method` "gguf".
+The resolver reads the file's own header, which takes seconds for a large vocabulary, and writes this index. The
+executor maps the file by the index. A model directory has both under these names, and a config.json whose
+`quantization_config` has the `quant_method` "gguf".
 """
 
 from typing import Annotated
@@ -13,7 +13,7 @@ from protocol.model_files.bounded import LARGEST_LIST_BYTES
 
 GGUF_FILE = "model.gguf"
 GGUF_INDEX = "model.gguf.index.json"
-# elements and bytes of a block, of the types that can be read
+# By type that can be read: the elements and the bytes of one block.
 GGUF_TYPES = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -37,15 +37,13 @@ class GGUFTensor(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     shape: list[Size]  # as in a checkpoint: outputs first
     offset_bytes: Bytes  # from the start of the file
-    # llama.cpp stores the rows of q and k of a Llama in another order: so many heads, in each of which what is rotated
-    # together lies side by side
+    # llama.cpp stores the rows of a Llama's q and k in another order: two rows that are rotated together lie side by
+    # side within each of this many heads.
     interleaved_heads: Size | None = None
 
 
 class GGUFIndex(msgspec.Struct, frozen=True, kw_only=True):
     file_bytes: Bytes
-    header_bytes: Annotated[
-        int, msgspec.Meta(ge=0, le=2 * LARGEST_LIST_BYTES)
-    ]  # what comes before the first tensor's data
+    header_bytes: Annotated[int, msgspec.Meta(ge=0, le=2 * LARGEST_LIST_BYTES)]  # up to the first tensor's data
     header_sha256: str
     tensors: dict[str, GGUFTensor]  # by the checkpoint's names

@@ -1,6 +1,6 @@
-"""Whether a file that torch wrote (.bin) is whole, as far as its directory tells: in a moment, and without torch.
+"""A quick check, without torch, that a file which torch wrote (.bin) is whole. It reads the archive's directory only.
 
-It is a zip archive whose members are not compressed: data.pkl names the tensors, which lie in members of their own.
+Such a file is a zip archive of uncompressed members: data.pkl names the tensors, and each tensor is one more member.
 """
 
 import zipfile
@@ -9,31 +9,31 @@ from pathlib import Path
 from protocol.model_files.bounded import LARGEST_LIST_BYTES
 
 ZIP_START = b"PK"
-PICKLE_START = b"\x80"  # with which torch's files of before version 1.6 begin
+PICKLE_START = b"\x80"  # of files that torch before version 1.6 wrote
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a file and what to do, nothing if it seems whole. Raises OSError."""
+    """Return what is wrong with a file and what to do, or nothing if the file seems whole. Raises OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(len(ZIP_START))
     if start.startswith(PICKLE_START):
         return (
-            "has the form of torch before version 1.6, which cannot be read without holding all of it. Save the model"
-            " as safetensors (save_pretrained does)"
+            "has the form of torch before version 1.6, which can only be read as a whole into memory. Save the model as"
+            " safetensors (save_pretrained does)"
         )
     if start != ZIP_START:
-        return "is no file of weights: it does not begin as torch's files do. Download it again"
+        return "is not a file of weights: torch's files begin otherwise. Download it again"
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, UnicodeDecodeError):
-        return f"is damaged or incomplete: the {size:,} bytes are no whole archive. Download it again"
+        return f"is damaged or incomplete: the {size:,} bytes are not a whole archive. Download it again"
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
-        return "is compressed, as torch writes no file. Save the model as safetensors (save_pretrained does)"
+        return "is compressed, which torch's own files are not. Save the model as safetensors (save_pretrained does)"
     if any(member.header_offset + member.file_size > size for member in members):
-        return f"is damaged or incomplete: it has {size:,} bytes, less than its members. Download it again"
+        return f"is damaged or incomplete: its {size:,} bytes are fewer than its members have. Download it again"
     pickles = [member for member in members if member.filename.endswith("data.pkl")]
     if len(pickles) != 1 or pickles[0].file_size > LARGEST_LIST_BYTES:
-        return "is no file of weights: it has no data.pkl, or too large a one. Download it again"
+        return "is not a file of weights: its data.pkl is absent or too large. Download it again"
     return ""

@@ -14,21 +14,21 @@ LONGEST_NAME = 255  # bytes, of a file on Linux
 
 
 class WeightFiles(NamedTuple):
-    """The files that hold the weights, and the file of the directory that says so."""
+    """The files that hold the weights, and the file that names them."""
 
     names: list[str]
     said_by: str
-    file_of: dict[str, str]  # by the name of a tensor; empty without an index
+    file_of: dict[str, str]  # by the tensor's name; empty if there is no index
 
 
 class _Index(msgspec.Struct):
-    weight_map: dict[str, str]  # a tensor's file
+    weight_map: dict[str, str]  # file, by the tensor's name
 
 
 def weight_files(directory: Path) -> WeightFiles:
-    """Return the files that hold a directory's weights, which may be missing; safetensors where both forms are there.
+    """Return the files that hold a directory's weights: safetensors, if both forms are there. Files may be missing.
 
-    Raises ValueError for an index that is damaged, or names other files.
+    Raises ValueError for an index that is damaged, or names anything but weight files of the directory.
     """
     for index_file, single_file in ((INDEX_FILE, SINGLE_FILE), (BIN_INDEX_FILE, BIN_FILE)):
         if (directory / index_file).is_file():
@@ -40,10 +40,10 @@ def weight_files(directory: Path) -> WeightFiles:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return each tensor's file, as an index lists them.
+    """Return the file of each tensor in an index.
 
-    Raises ValueError if it is damaged, or names what is no file of weights of its directory: a checkpoint, which a
-    stranger may have written, is not to reach for the rest of the disk.
+    Raises ValueError as `weight_files`: a stranger may have written the checkpoint, which must not reach files outside
+    its directory.
     """
     try:
         content = read_bounded(index, LARGEST_LIST_BYTES)
@@ -52,7 +52,7 @@ def _read_index(index: Path) -> dict[str, str]:
         raise ValueError(f"{index} is not an index of weights: {error}") from None
     for name in sorted(set(file_of.values())):
         if name != Path(name).name or name == ".." or "\0" in name or len(name.encode()) > LONGEST_NAME:
-            raise ValueError(f"{index} names {name[:80]!r}, which is no file of its directory")
+            raise ValueError(f"{index} names {name[:80]!r}, which is not a file of its directory")
         if not name.endswith(SUFFIXES[index.name]):
-            raise ValueError(f"{index} names {name[:80]!r}, which is no {SUFFIXES[index.name]} file")
+            raise ValueError(f"{index} names {name[:80]!r}, which is not a {SUFFIXES[index.name]} file")
     return file_of

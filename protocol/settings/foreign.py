@@ -1,8 +1,8 @@
-"""Variables of the environment that look meant for this server and are not its own: what to say of each.
+"""Variables of the environment that look as if they were for this server, and are not.
 
-A platform's (Kubernetes and Docker describe every service that others can reach, under its name) mean nothing here.
-Another server's have no effect, which whoever moves from there should hear; a key among them would leave this one open
-to all.
+Kubernetes and Docker describe a service in variables that begin with the service's name: they are ignored. Variables of
+another server have no effect, and the log says so to users who come from there. A key among them is refused elsewhere:
+this server would be open to everybody.
 """
 
 import logging
@@ -15,7 +15,7 @@ from protocol.settings.suggestions import suggestion
 logger = logging.getLogger(__name__)
 
 # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables: NAME_SERVICE_HOST,
-# NAME_SERVICE_PORT, NAME_SERVICE_PORT_<name of a port>, and NAME_PORT as Docker's links had it.
+# NAME_SERVICE_PORT, NAME_SERVICE_PORT_<name of a port>, and the NAME_PORT… variables of Docker's links.
 PLATFORM_NAME = re.compile(r"SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(ENV|NAME)_\w+")
 PLATFORM_ADDRESS = re.compile(r"(tcp|udp|sctp)://")  # the value of NAME_PORT
 
@@ -27,7 +27,7 @@ SERVERS = {
     "OLLAMA_": "Ollama",
     "TGI_": "text-generation-inference",
 }
-# What the hub's library, and others that share its prefix, read.
+# The variables that the hub's library reads, and other libraries with the same prefix.
 HUB_NAMES = (
     *("HF_TOKEN", "HF_TOKEN_PATH", "HF_HOME", "HF_ENDPOINT", "HF_INFERENCE_ENDPOINT", "HF_DEBUG", "HF_HUB_CACHE"),
     *("HF_ASSETS_CACHE", "HF_HUB_OFFLINE", "HF_HUB_VERBOSITY", "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"),
@@ -37,11 +37,11 @@ HUB_NAMES = (
     *("HF_HUB_USER_AGENT_ORIGIN", "HF_XET_CACHE", "HF_XET_HIGH_PERFORMANCE", "HF_MODULES_CACHE", "HF_DATASETS_CACHE"),
     *("HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE", "HF_METRICS_CACHE", "HF_UPDATE_DOWNLOAD_COUNTS"),
 )
-MISSPELT = 0.8  # how alike two names are then, of 1
+MISSPELT = 0.8  # likeness, of 1, from which a name counts as a misspelt other name
 
 
 def is_platforms(variable: str, value: str) -> bool:
-    """Return whether a platform set this variable, whose name begins as ours do, to describe one of its services."""
+    """Return whether a platform set this variable to describe one of its services. The name begins with PREFIX."""
     name = variable.removeprefix(PREFIX)
     if re.fullmatch(rf"(\w+_)?({PLATFORM_NAME.pattern})", name):
         return True
@@ -49,12 +49,12 @@ def is_platforms(variable: str, value: str) -> bool:
 
 
 def foreign_keys(environ: Mapping[str, str]) -> list[str]:
-    """Return the variables in which other servers take the keys that clients must send."""
+    """Return the variables that set the keys of other servers' clients."""
     return [name for name, value in environ.items() if value and _server(name) and name.endswith("API_KEY")]
 
 
 def say_what_has_no_effect(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Log, in a line each, the variables that are not for this server; `settings` are the names of its own."""
+    """Log each variable that is not for this server; `settings` are the names of our own settings."""
     if platforms := [name for name, value in environ.items() if name.startswith(PREFIX) and is_platforms(name, value)]:
         logger.info("ignored, as a platform's description of a service: %s", ", ".join(sorted(platforms)))
     for line in _foreign(environ, settings):

@@ -11,7 +11,7 @@ from protocol.settings.foreign import foreign_keys, is_platforms
 from protocol.settings.suggestions import setting_suggestion
 from protocol.settings.values import explain_value, parse_value
 
-# What other servers call a value of ours.
+# Other servers' names for our values.
 SYNONYMS: dict[tuple[str, object], str] = {
     ("generation_config", "vllm"): "octavo",
     ("dtype", "half"): "float16",

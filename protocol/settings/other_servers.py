@@ -1,10 +1,10 @@
-"""What to say to whoever types a setting of vLLM, SGLang or llama.cpp that there is none of here, in a sentence each.
+"""What to say about settings of vLLM, SGLang and llama.cpp that Octavo does not have: one sentence each.
 
-Names are without dashes in front, words joined by "_": a flag, a variable and a keyword are the same setting. None is
-the name of a setting of ours.
+Names have no dashes in front and "_" between words, so that flag, variable and keyword are one name. No name here is a
+setting of ours.
 """
 
-# What they call a setting of ours.
+# Their name: our setting that does the same.
 OTHER_NAMES = {
     "alias": "served_model_name",
     "batch_size": "max_num_batched_tokens",
@@ -42,7 +42,7 @@ OTHER_NAMES = {
     "watchdog_timeout": "hang_timeout_s",
 }
 
-# What is to be done instead, or that there is nothing of the kind: the names that share the sentence.
+# The sentence: the names that get it. It says what to do instead, or that Octavo has nothing of the kind.
 _NOT_HERE = {
     "there are no LoRA adapters: merge the adapter into the model's weights and serve the result": """
         enable_lora enable_lora_bias max_loras max_lora_rank max_cpu_loras lora_modules lora_dtype lora_extra_vocab_size
@@ -58,7 +58,7 @@ _NOT_HERE = {
     "a model is divided by tensor_parallel_size only": """
         pipeline_parallel_size pp pp_size prefill_context_parallel_size pcp decode_context_parallel_size dcp
         dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size split_mode sm tensor_split ts""",
-    "a model with experts runs on one device: they are not divided": """
+    "a model with experts runs on one device: experts are not divided": """
         enable_expert_parallel ep ep_size all2all_backend enable_eplb eplb_config enable_elastic_ep
         expert_placement_strategy num_redundant_experts eplb_window_size eplb_step_interval
         enable_return_routed_experts moe_a2a_backend""",
@@ -67,15 +67,15 @@ _NOT_HERE = {
     "start the ranks of other machines one by one: `python -m executor`, with distributed_address": """
         nnodes n node_rank r master_addr master_port headless dist_init_addr nccl_init_addr
         distributed_timeout_seconds""",
-    "ranks are plain processes that `octavo serve` starts; there are no others to choose from": """
+    "ranks are plain processes that `octavo serve` starts: there is nothing to choose": """
         distributed_executor_backend worker_use_ray ray_workers_use_nsight worker_cls worker_extension_cls
         disable_custom_all_reduce max_parallel_loading_workers""",
     "start further gateways for the same scheduler: `python -m gateway`": "api_server_count",
     "gateway, scheduler and executor are always processes of their own": "disable_frontend_multiprocessing",
-    "weights stay where they are computed with: take a model of fewer bits (quantization) or more ranks": """
+    "weights are not offloaded: take a model of fewer bits (quantization) or more ranks": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_prefetch_step
         offload_params moe_cpu_budget_gb moe_cpu_min_free_gb""",
-    "all layers are on the GPU or, where there is none, on the CPU": """
+    "all layers are on the GPU; on a machine without a GPU, on the CPU": """
         ngl gpu_layers n_gpu_layers device dev main_gpu mg base_gpu_id cpu_moe n_cpu_moe mlock mmap""",
     "the KV cache is not swapped out: a sequence that is preempted is computed again": """
         swap_space preemption_mode kv_offloading_size kv_offloading_backend enable_hierarchical_cache""",
@@ -92,7 +92,7 @@ _NOT_HERE = {
         model_draft md draft draft_max draft_min""",
     "tools are not parsed: requests with tools are refused": """
         enable_auto_tool_choice tool_call_parser tool_parser_plugin tool_server exclude_tools_when_tool_choice_none""",
-    "reasoning is not taken out of the text: clients read it there": """
+    "reasoning stays in the text, where clients read it": """
         reasoning_parser reasoning_parser_plugin reasoning_config reasoning_format reasoning_budget
         cohere_is_reasoning_model""",
     "there are no structured outputs: requests that ask for them are refused": """
@@ -116,24 +116,24 @@ _NOT_HERE = {
         tokenizer tokenizer_mode tokenizer_path skip_tokenizer_init tokenizer_pool_size tokenizer_pool_type
         tokenizer_pool_extra_config intial_incremental_detokenization_offset cohere_format
         enable_tokenizer_info_endpoint""",
-    "the hub's main branch is taken: download another (`hf download ID --revision R --local-dir D`) and serve that": """
+    "the hub's main branch is served: for another, `hf download ID --revision R --local-dir D`, and serve D": """
         revision code_revision tokenizer_revision""",
     "set the variable HF_TOKEN": "hf_token hft",
     "set the variable HF_HOME: downloads go there": "download_dir",
-    "checkpoints are read in one way, safetensors and GGUF files alike; load_format has what there is to choose": """
+    "all checkpoints are read in one way; load_format is the only choice": """
         safetensors_load_strategy model_loader_extra_config ignore_patterns use_tqdm_on_load pt_load_map_location""",
-    "quantization has what there is": "allow_deprecated_quantization quantization_param_path",
+    "the setting quantization has all choices": "allow_deprecated_quantization quantization_param_path",
     "an fp8 KV cache has no scales": "calculate_kv_scales",
-    "kernels are chosen by attention_backend, and by nothing else": """
+    "attention_backend alone chooses the kernels": """
         attention_config ac kernel_config moe_backend linear_backend enable_flashinfer_autotune disable_cascade_attn
         ir_op_priority flash_attn fa sampling_backend prefill_attention_backend decode_attention_backend""",
     "kernels need no compilation by torch; decode steps are CUDA graphs unless enforce_eager": """
         compilation_config cc optimization_level o o0 o1 o2 o3 performance_mode cudagraph_capture_sizes
         max_cudagraph_capture_size cuda_graph_sizes cuda_graph_max_bs cuda_graph_bs enable_torch_compile
         additional_config""",
-    "prompts are always computed in chunks; target_step_s and max_num_batched_tokens say how large": """
+    "prompts are always computed in chunks; target_step_s and max_num_batched_tokens limit their size": """
         max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold enable_mixed_chunk""",
-    "the order is fixed: the first request comes first, and one of many sequences takes turns with the others": """
+    "the order is fixed: first come, first served, and a request of many sequences takes turns with the others": """
         scheduling_policy schedule_policy scheduler_cls schedule_conservativeness scheduler_delay_factor""",
     "one step is planned at a time, the next while it runs (async_scheduling)": """
         num_scheduler_steps multi_step_stream_outputs disable_async_output_proc disable_overlap_schedule
@@ -148,40 +148,40 @@ _NOT_HERE = {
     "enable_prefix_caching turns the prefix cache on and off; how blocks are hashed is fixed": """
         prefix_caching_hash_algo disable_radix_cache cache_reuse""",
     "logprobs are those of the model's own distribution": "logprobs_mode",
-    "fields of a request shape its sampling: there are no processors of one's own": """
+    "a request's fields shape its sampling: there are no custom processors": """
         logits_processors logits_processor_pattern""",
     "serve with generation_config, a directory whose generation_config.json has the defaults": """
         override_generation_config temp temperature top_k top_p min_p repeat_penalty n_predict""",
     "the server has one chat template (chat_template); requests may send chat_template_kwargs": """
         default_chat_template_kwargs trust_request_chat_template chat_template_content_format response_role jinja""",
-    "a client asks for it: stream_options.include_usage": "enable_force_include_usage",
-    "tokens are shown as text; one that is no whole character, as its bytes": "return_tokens_as_token_ids",
+    "a client asks for the usage with stream_options.include_usage": "enable_force_include_usage",
+    "a token is shown as text; part of a character is shown as its bytes": "return_tokens_as_token_ids",
     "every answer has X-Request-Id already": "enable_request_id_headers",
-    "system_fingerprint is always that of the server": "fingerprint_mode fingerprint_value",
-    "a line of figures is logged at log_level info: with log_level warning there is none; /metrics has them always": """
+    "system_fingerprint is always the server's": "fingerprint_mode fingerprint_value",
+    "a line of figures is logged at log_level info, and not at log_level warning; /metrics always has the figures": """
         disable_log_stats aggregate_engine_logging enable_logging_iteration_details""",
-    "the metrics are always at /metrics, those that there are": """
+    "all metrics are always at /metrics": """
         show_hidden_metrics_for_version kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_mfu_metrics
         custom_histogram_buckets enable_per_request_metrics enable_server_load_tracking enable_metrics metrics slots
         otlp_traces_endpoint collect_detailed_traces show_time_cost""",
     "no profiler is built in: start one around the process, such as nsys or py-spy": """
         profiler_config enable_layerwise_nvtx_tracing""",
-    "answers are logged at log_level debug alone, a line each; prompts and outputs never are": """
+    "each answer is logged in a line, at log_level debug alone; prompts and outputs are never logged": """
         enable_log_requests disable_log_requests enable_log_outputs enable_log_deltas max_log_len log_requests
         log_requests_level disable_uvicorn_access_log disable_access_log_for_endpoints""",
-    "log_level is all there is to set of the log, which goes to stderr": """
+    "log_level is the only setting of the log, which goes to stderr": """
         log_config_file log_error_stack verbose log_disable log_file""",
-    "the server speaks HTTP alone: a proxy such as nginx in front of it does TLS": """
+    "the server speaks plain HTTP: put a proxy such as nginx in front of it for TLS": """
         ssl_keyfile ssl_certfile ssl_ca_certs enable_ssl_refresh ssl_cert_reqs ssl_ciphers ssl_key_file
         ssl_cert_file""",
-    "the server speaks HTTP alone": "grpc grpc_port",
-    "allowed_origins is all there is to set of what other sites' pages may do": """
+    "the server speaks HTTP only": "grpc grpc_port",
+    "allowed_origins is the only setting for the pages of other sites": """
         allow_credentials allowed_methods allowed_headers""",
     "put a proxy in front of the server to change requests": "middleware",
-    "limits of the head of a request are fixed": "h11_max_incomplete_event_size h11_max_header_count",
+    "the limits of a request's head are fixed": "h11_max_incomplete_event_size h11_max_header_count",
     "the server has no pages: docs/api.md describes the API": """
         disable_fastapi_docs enable_offline_docs webui""",
-    "a server has its model in memory until it ends": "enable_sleep_mode",
+    "a server keeps its model in memory until the server ends": "enable_sleep_mode",
     "set flags, or OCTAVO_* variables: no file is read": "config api_key_file",
     "unknown variables are always refused": "fail_on_environ_validation",
     "the server answers as soon as the model is warm": "skip_server_warmup warmup",
@@ -190,7 +190,9 @@ SENTENCES = {name: sentence for sentence, names in _NOT_HERE.items() for name in
 
 
 def sentence(name: str) -> str:
-    """Return what to say of the setting `name` of another server, or nothing. A part (compilation_config.mode) and the
-    negation (no_enable_lora) are told the same as the whole."""
+    """Return the sentence for another server's setting, or nothing if there is no sentence.
+
+    A part (compilation_config.mode) and a negation (no_enable_lora) get the sentence of the whole.
+    """
     name = name.split(".")[0]
     return SENTENCES.get(name) or SENTENCES.get(name.removeprefix("no_"), "")

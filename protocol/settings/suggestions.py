@@ -1,17 +1,18 @@
-"""What to say of the name of a setting that does not exist: the one that was meant, if it can be told."""
+"""What to say about a name that does not exist: which existing name was probably meant."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 from protocol.settings.other_servers import OTHER_NAMES, sentence
 
-LEAST_LIKENESS = 0.65  # of the whole name, unless another is asked for
-LEAST_WORD_LIKENESS = 0.58  # of each word that was typed; a beginning, such as "mem" of "memory", is like it too
+LEAST_LIKENESS = 0.65  # of the whole name, of 1
+LEAST_WORD_LIKENESS = 0.58  # of each typed word; a beginning of a word, such as "mem" of "memory", counts as alike
 
 
 def setting_suggestion(typed: str, known: Iterable[str]) -> str:
-    """Return what `suggestion` does for the name of a setting or, if another server has it and this one has not,
-    "; " and what is to be done instead.
+    """Return what to say about the unknown setting `typed`.
+
+    A setting that only other servers have gets "; " and what to do instead, any other name a `suggestion`.
     """
     known = list(known)
     said = "" if _bare(typed) in map(_bare, known) else sentence(_bare(typed))
@@ -19,7 +20,7 @@ def setting_suggestion(typed: str, known: Iterable[str]) -> str:
 
 
 def suggestion(typed: str, known: Iterable[str], *, least_likeness: float = LEAST_LIKENESS) -> str:
-    """Return "; did you mean X?" for the one of the names `known` that was meant by `typed`, or nothing.
+    """Return "; did you mean X?" with the name of `known` that is most like `typed`, or nothing if none is like it.
 
     Names may be flags (--max-num-seqs), variables (OCTAVO_MAX_NUM_SEQS), keywords (max_num_seqs) or values.
     """
@@ -39,7 +40,7 @@ def _bare(name: str) -> str:
 
 
 def _means(typed: str, known: str, least_likeness: float) -> bool:
-    """Whether all that was typed is like something in `known`: of a word that is not there, nothing can be told."""
+    """Return whether each typed word is like a word of `known`. One word that is like none rules `known` out."""
     if len(typed) < 3 or _likeness(typed, known) < least_likeness:
         return False
     words = known.split("_")

@@ -1,4 +1,4 @@
-"""From the text that a person typed to a value of a setting's type, and what is wrong with a text that does not fit."""
+"""From a typed text to a value of a setting's type, and the words for a text that does not fit."""
 
 import json
 import re

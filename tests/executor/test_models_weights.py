@@ -117,7 +117,7 @@ def test_an_index_that_leaves_its_directory_is_refused(tmp_path: Path, name: str
     make_checkpoint(tmp_path / "other")
     index = {"weight_map": {"model.norm.weight": name}}
     (make_checkpoint(tmp_path / "tiny") / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match="which is no file of its directory"):
+    with pytest.raises(ValueError, match="which is not a file of its directory"):
         load(tmp_path / "tiny")
 
 

@@ -154,9 +154,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "begun": (lambda path: path.write_bytes(written(path)[:1000]), "is damaged or incomplete"),
     "old": (lambda path: written(path, _use_new_zipfile_serialization=False), "the form of torch before version 1.6"),
     "pickle": (lambda path: path.write_bytes(pickle.dumps({"a": 1})), "the form of torch before version 1.6"),
-    "compressed": (compressed, "is compressed, as torch writes no file"),
-    "without": (without_pickle, "it has no data.pkl"),
-    "other": (lambda path: path.write_bytes(b"none"), "does not begin as torch's files do"),
+    "compressed": (compressed, "is compressed, which torch's own files are not"),
+    "without": (without_pickle, "its data.pkl is absent"),
+    "other": (lambda path: path.write_bytes(b"none"), "torch's files begin otherwise"),
 }
 
 

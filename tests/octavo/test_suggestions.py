@@ -69,7 +69,7 @@ def test_nothing_is_suggested_for_what_nobody_has(flag: str, capsys: pytest.Capt
         ("--swap-space", "computed again"),
         ("-pp", "divided by tensor_parallel_size only"),
         ("--data-parallel-size", "one server for each replica"),
-        ("--disable-log-stats", "with log_level warning there is none"),
+        ("--disable-log-stats", "and not at log_level warning"),
         ("--cpu-offload-gb", "take a model of fewer bits"),
         ("--enable-expert-parallel", "runs on one device"),
         ("--enable-lora", "merge the adapter"),
@@ -87,7 +87,7 @@ def test_nothing_is_suggested_for_what_nobody_has(flag: str, capsys: pytest.Capt
         ("-t", "did you mean --num-threads?"),
         ("--mem-fraction-static", "did you mean --gpu-memory-utilization?"),
         ("--dp-size", "one server for each replica"),
-        ("--scheduling-policy", "one of many sequences takes turns with the others"),
+        ("--scheduling-policy", "a request of many sequences takes turns with the others"),
         ("--disable-frontend-multiprocessing", "processes of their own"),
     ],
 )

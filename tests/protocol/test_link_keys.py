@@ -123,7 +123,7 @@ def test_the_scheduler_needs_keys_of_those_alone_who_come_by_tcp(tmp_path):
 def test_a_directory_of_another_kind_names_the_right_one(tmp_path):
     make_keys(tmp_path)
     for directory in (tmp_path, tmp_path / "executor", tmp_path / "none"):
-        with pytest.raises(ValueError, match="is not there: link_keys_dir is the directory `gateway`"):
+        with pytest.raises(ValueError, match="does not exist: link_keys_dir is the directory DIR/gateway"):
             client_keys(Config(link_keys_dir=str(directory)), "gateway", ["tcp://127.0.0.1:1"])
 
 

@@ -242,7 +242,7 @@ def relay(target, captured):
     [
         (None, "asks for a key: set --link-keys-dir", "it has no key"),
         ("executor", "it refuses this process's key", "its key is not the one of gateways"),
-        ("another", "another key than scheduler.key", "it does not have this scheduler's public key"),
+        ("another", "its key is not scheduler.key", "it does not have this scheduler's public key"),
     ],
 )
 def test_both_ends_say_what_is_wrong(peers, scheduler, keys, caplog, whose, said, heard):
