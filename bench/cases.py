@@ -225,7 +225,7 @@ def _sampling(make: Maker) -> Iterator[Case]:
         yield _edits(make, logits_RV)
         yield Case("scale_to_probs", shape, lambda b: b.scale_to_probs, inputs, 2 * logits_RV.nbytes, tolerance=SUMMED)
         inputs = (logits_RV, make.integers(vocab, rows))
-        yield Case("gather_logprobs", shape, lambda b: b.gather_logprobs, inputs, logits_RV.nbytes, tolerance=SUMMED)
+        yield Case("rank", shape, lambda b: b.rank, inputs, logits_RV.nbytes, tolerance=EXACT)
         yield Case("top_k", shape, _top_20, (logits_RV,), logits_RV.nbytes, tolerance=EXACT)
         top_k_R = make.integers(100, rows)
         inputs = (

@@ -209,7 +209,7 @@ class ModelRunner:
         sampler.clamp_non_finite(logits_RV, largest_R, is_lazy=self.device.is_lazy)
         [targets_R] = self.device.upload([targets])
         num_alternatives = state.sampling.num_prompt_logprobs or 0
-        sliced = sampler.token_logprobs(logits_RV, targets_R, num_alternatives, self.backend)
+        sliced = sampler.token_logprobs(logits_RV.log_softmax(-1), targets_R, num_alternatives, self.backend)
         return PromptSlice(sliced, largest_R)
 
 

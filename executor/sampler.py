@@ -61,29 +61,30 @@ def sample(
     largest_S, likeliest_S = backend.largest(logits_SV)
     is_clamped = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
     wanted = columns.wanted
-    raw_RV = None if wanted is None else _rows(logits_SV, wanted.row_R)
+    logprobs_RV = None if wanted is None else _select(logits_SV, wanted.row_R).log_softmax(-1)
     if edits is not None:
         backend.edit_logits(logits_SV, *edits)
     has_greedy = columns.draws is None or len(columns.draws.row_R) < len(logits_SV)
     if has_greedy and (is_clamped or edits is not None):
         _, likeliest_S = backend.largest(logits_SV)
     token_ids_S = _choose(logits_SV, likeliest_S, columns.draws, backend)
-    if wanted is None or raw_RV is None:
+    if wanted is None or logprobs_RV is None:
         return Sampled(token_ids_S, largest_S, None)
     chosen_R = token_ids_S.index_select(0, wanted.row_R)
-    logprobs = token_logprobs(raw_RV, chosen_R, columns.num_alternatives, backend)
+    logprobs = token_logprobs(logprobs_RV, chosen_R, columns.num_alternatives, backend)
     return Sampled(token_ids_S, largest_S, logprobs)
 
 
 def token_logprobs(
-    logits_RV: Tensor, token_ids_R: Tensor, num_alternatives: int, backend: Backend
+    logprobs_RV: Tensor, token_ids_R: Tensor, num_alternatives: int, backend: Backend
 ) -> TokenLogprobs[Tensor]:
-    """Return the log probabilities of one token a row in the raw distribution, with the row's likeliest tokens."""
-    logprob_R, rank_R = backend.gather_logprobs(logits_RV, token_ids_R)
+    """Return the log probabilities of one token a row, with the row's likeliest tokens, from those of all tokens."""
+    logprob_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
+    rank_R = backend.rank(logprobs_RV, token_ids_R)
     if not num_alternatives:
         none = (len(rank_R), 0)
         return TokenLogprobs(logprob_R, rank_R, rank_R.new_empty(none), logprob_R.new_empty(none))
-    top_RK, ids_RK = backend.top_k(logits_RV.log_softmax(-1), num_alternatives)
+    top_RK, ids_RK = backend.top_k(logprobs_RV, num_alternatives)
     return TokenLogprobs(logprob_R, rank_R, ids_RK.to(torch.int32), top_RK)
 
 
@@ -99,11 +100,6 @@ def pack_logprobs(values: TokenLogprobs[np.ndarray], num_alternatives: Sequence[
         )
         for row, k in enumerate(num_alternatives)
     ]
-
-
-def _rows(logits_SV: Tensor, row_R: Tensor) -> Tensor:
-    """Return a copy of some rows, in their order, or of all: which takes a fraction of the time."""
-    return logits_SV.clone() if len(row_R) == len(logits_SV) else logits_SV.index_select(0, row_R)
 
 
 def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> bool:

@@ -252,8 +252,8 @@ class Backend(Protocol):
         The token of a row with a NaN is any.
         """
 
-    def gather_logprobs(self, logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each row's log_softmax at its token (float32), and the token's rank, from 1 (int32)."""
+    def rank(self, scores_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+        """Return the rank (int32, from 1) of each row's token (int64) by its score (float32); equals share the best."""
 
     def top_k(self, scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return each row's `k` highest scores (float32; or all), descending, and their tokens (int64).

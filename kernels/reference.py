@@ -163,11 +163,8 @@ def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return logits_RV.amax(-1), logits_RV.argmax(-1)
 
 
-def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs_RV = logits_RV.float().log_softmax(-1)
-    chosen_R1 = logprobs_RV.gather(1, token_ids_R[:, None])
-    ranks_R = (logprobs_RV > chosen_R1).sum(-1) + 1
-    return chosen_R1[:, 0], ranks_R.to(torch.int32)
+def rank(scores_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    return ((scores_RV > scores_RV.gather(1, token_ids_R[:, None])).sum(-1) + 1).to(torch.int32)
 
 
 def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -44,13 +44,13 @@ __all__ = [
     "draw",
     "edit_logits",
     "embedding",
-    "gather_logprobs",
     "kv_dtypes",
     "largest",
     "linear",
     "pack_linear",
     "paged_attention",
     "program_of",
+    "rank",
     "rms_norm",
     "rotate_and_store_kv",
     "scale_to_probs",
@@ -306,13 +306,12 @@ def largest(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(values_R), torch.from_numpy(token_ids_R)
 
 
-def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
-    logprobs_RV = logits_RV.float().log_softmax(-1)
-    chosen_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
-    logprobs, ranks_R = logprobs_RV.numpy(), np.empty(len(chosen_R), np.int32)
-    count = sampling.rank if _is_small(logprobs) else sampling.rank_parallel
-    count(logprobs, chosen_R.numpy(), ranks_R)
-    return chosen_R, torch.from_numpy(ranks_R)
+def rank(scores_RV: Tensor, token_ids_R: Tensor) -> Tensor:
+    scores, chosen_R = scores_RV.contiguous().numpy(), scores_RV.gather(1, token_ids_R[:, None])[:, 0]
+    ranks_R = np.empty(len(scores), np.int32)
+    count = sampling.rank if _is_small(scores) else sampling.rank_parallel
+    count(scores, chosen_R.numpy(), ranks_R)
+    return torch.from_numpy(ranks_R)
 
 
 def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ ALL = np.inf
 BLOCK = 1024  # logits
 RARE = 0.999  # less than 1, by more than the rounding of sums
 LEAST_EXPONENT = np.float32(-87.0)  # of what `exp` does not clamp
-ZERO, MINUS_INFINITY, NAN = np.float32(0.0), np.float32(-np.inf), np.float32(np.nan)
+ZERO, ONE, MINUS_INFINITY, NAN = np.float32(0.0), np.float32(1.0), np.float32(-np.inf), np.float32(np.nan)
 
 
 @routine()
@@ -243,13 +243,27 @@ def draw_parallel(bits_RV, probs_RV, top_k_R, top_p_R, min_p_R, uniform_R, token
         token_ids_R[row] = _draw(bits_RV[row], probs_RV[row], top_k_R[row], top_p_R[row], min_p_R[row], uniform_R[row])
 
 
+@routine()
+def _num_above(scores, start, end, chosen):
+    """Return how many of the scores start to end are above the chosen one."""
+    num_above = 0
+    for first in range(start, end, BLOCK):
+        counts = splat(ZERO)
+        whole_end = min(first + BLOCK, end - (end - start) % LANES)
+        for at in range(first, whole_end, LANES):
+            counts = counts + choose_below(splat(chosen), load(scores, at), splat(ONE), splat(ZERO))
+        num_above += int(sum_of_lanes(counts))
+        for at in range(max(first, whole_end), min(first + BLOCK, end)):
+            num_above += scores[at] > chosen
+    return num_above
+
+
 @kernel()
 def rank(scores_RV, chosen_R, ranks_R):
+    size = scores_RV.shape[1]
+    scores = pointer(scores_RV.ctypes.data, np.float32)
     for row in range(len(ranks_R)):
-        num_above = 0
-        for score in scores_RV[row]:
-            num_above += score > chosen_R[row]
-        ranks_R[row] = num_above + 1
+        ranks_R[row] = _num_above(scores, row * size, (row + 1) * size, chosen_R[row]) + 1
 
 
 @kernel(parallel=True)
@@ -259,20 +273,34 @@ def rank_parallel(scores_RV, chosen_R, ranks_R):
 
 
 @routine()
+def _insert(score, token_id, num_kept, values_K, token_ids_K):
+    """Put a score in its place among those that are kept; return how many are kept now."""
+    most = len(values_K)
+    if num_kept < most:
+        num_kept += 1
+    elif not score > values_K[most - 1]:
+        return num_kept
+    place = num_kept - 1
+    while place > 0 and score > values_K[place - 1]:
+        values_K[place], token_ids_K[place] = values_K[place - 1], token_ids_K[place - 1]
+        place -= 1
+    values_K[place], token_ids_K[place] = score, token_id
+    return num_kept
+
+
+@routine()
 def _top(scores_V, values_K, token_ids_K):
     """Keep the K highest scores in order; an equal one that comes later stands behind those before it, or nowhere."""
     num_kept, most = 0, len(values_K)
-    for token_id in range(len(scores_V)):
-        score = scores_V[token_id]
-        if num_kept < most:
-            num_kept += 1
-        elif not score > values_K[most - 1]:
-            continue
-        place = num_kept - 1
-        while place > 0 and score > values_K[place - 1]:
-            values_K[place], token_ids_K[place] = values_K[place - 1], token_ids_K[place - 1]
-            place -= 1
-        values_K[place], token_ids_K[place] = score, token_id
+    scores = pointer(scores_V.ctypes.data, np.float32)
+    for first in range(0, len(scores_V), LANES):
+        end = min(first + LANES, len(scores_V))
+        is_low = (
+            num_kept == most and end - first == LANES and not largest_lane(load(scores, first)) > values_K[most - 1]
+        )
+        if not is_low:
+            for token_id in range(first, end):
+                num_kept = _insert(scores_V[token_id], token_id, num_kept, values_K, token_ids_K)
 
 
 @kernel()

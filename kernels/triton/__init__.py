@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
-from kernels.reference import compilation_for, kv_dtypes, largest, program_of, top_k
+from kernels.reference import compilation_for, kv_dtypes, largest, program_of, rank, top_k
 from kernels.triton.activations import silu_and_mul
 from kernels.triton.attention import paged_attention
 from kernels.triton.drawing import draw
@@ -19,7 +19,7 @@ from kernels.triton.edits import edit_logits
 from kernels.triton.kv import rotate_and_store_kv, store_kv
 from kernels.triton.norms import add_rms_norm, rms_norm
 from kernels.triton.products import embedding, linear, pack_linear
-from kernels.triton.sampling import gather_logprobs, scale_to_probs, uniform
+from kernels.triton.sampling import scale_to_probs, uniform
 
 __all__ = [
     "add_rms_norm",
@@ -28,13 +28,13 @@ __all__ = [
     "draw",
     "edit_logits",
     "embedding",
-    "gather_logprobs",
     "kv_dtypes",
     "largest",
     "linear",
     "pack_linear",
     "paged_attention",
     "program_of",
+    "rank",
     "rms_norm",
     "rotate_and_store_kv",
     "scale_to_probs",

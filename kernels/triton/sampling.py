@@ -1,6 +1,6 @@
 # Triton infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sampler on the device: softmax, random numbers, log probabilities; `drawing` has the rest.
+"""The sampler on the device: softmax and random numbers; `drawing` and `edits` have the rest.
 
 Nothing here waits for the device or depends on what its memory holds, so that a CUDA graph can hold all of it. Every
 sum is in a fixed order, within a row: what comes out for a row does not depend on the others.
@@ -29,18 +29,6 @@ NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
 
 
 @triton.jit
-def _add_up_part(x_ptr, row, part, row_stride, vocab_size, scale, maxima_ptr, sums_ptr, num_parts, PART: tl.constexpr):
-    """Store the largest x / scale of a part and the sum of all exp(x / scale - largest); return x and its columns."""
-    columns = part * PART + tl.arange(0, PART)
-    x = tl.load(x_ptr + row * row_stride + columns, mask=columns < vocab_size, other=-float("inf")) / scale
-    largest = tl.max(x, axis=0)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)  # a part may be masked whole
-    tl.store(maxima_ptr + row * num_parts + part, largest)
-    tl.store(sums_ptr + row * num_parts + part, tl.sum(tl.exp(x - shift), axis=0))
-    return x, columns
-
-
-@triton.jit
 def _join_parts(maxima_ptr, sums_ptr, row, num_parts, PARTS: tl.constexpr):
     """Return a row's maximum and sum of exp(x - maximum) from those of its parts."""
     parts = tl.arange(0, PARTS)
@@ -56,8 +44,13 @@ def softmax_parts_kernel(
 ):
     """First pass of softmax(logits / temperature): each part's maximum and sum (Milakov and Gimelshein, 2018)."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    _add_up_part(logits_ptr, row, part, row_stride, vocab_size, temperature, maxima_ptr, sums_ptr, num_parts, PART)
+    columns = part * PART + tl.arange(0, PART)
+    logits = tl.load(logits_ptr + row * row_stride + columns, mask=columns < vocab_size, other=-float("inf"))
+    x = logits / tl.load(temperature_ptr + row)
+    largest = tl.max(x, axis=0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)  # a part may be masked whole
+    tl.store(maxima_ptr + row * num_parts + part, largest)
+    tl.store(sums_ptr + row * num_parts + part, tl.sum(tl.exp(x - shift), axis=0))
 
 
 @triton.jit
@@ -81,51 +74,6 @@ def softmax_kernel(
     logits = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=-float("inf"))
     probs = tl.exp(logits / tl.load(temperature_ptr + row) - largest) / total
     tl.store(probs_ptr + row * vocab_size + columns, probs, mask=inside)
-
-
-@triton.jit
-def logprob_parts_kernel(
-    logits_ptr,
-    token_ids_ptr,
-    maxima_ptr,
-    sums_ptr,
-    num_above_ptr,
-    row_stride,
-    vocab_size,
-    num_parts,
-    PART: tl.constexpr,
-):
-    """Store each part's maximum and sum, and how many of its logits are above that of the row's token."""
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    chosen = tl.load(logits_ptr + row * row_stride + tl.load(token_ids_ptr + row))
-    logits, columns = _add_up_part(
-        logits_ptr, row, part, row_stride, vocab_size, 1.0, maxima_ptr, sums_ptr, num_parts, PART
-    )
-    is_above = (columns < vocab_size) & (logits > chosen)
-    tl.store(num_above_ptr + row * num_parts + part, tl.sum(is_above.to(tl.int32), axis=0))
-
-
-@triton.jit
-def logprob_kernel(
-    logprobs_ptr,
-    ranks_ptr,
-    logits_ptr,
-    token_ids_ptr,
-    maxima_ptr,
-    sums_ptr,
-    num_above_ptr,
-    row_stride,
-    num_parts,
-    PARTS: tl.constexpr,
-):
-    """Join a row's parts to the log probability of its token, and the token's rank."""
-    row = tl.program_id(0).to(tl.int64)
-    largest, total = _join_parts(maxima_ptr, sums_ptr, row, num_parts, PARTS)
-    chosen = tl.load(logits_ptr + row * row_stride + tl.load(token_ids_ptr + row))
-    tl.store(logprobs_ptr + row, chosen - largest - tl.log(total))
-    parts = tl.arange(0, PARTS)
-    num_above = tl.load(num_above_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
-    tl.store(ranks_ptr + row, tl.sum(num_above, axis=0) + 1)
 
 
 @triton.jit(do_not_specialize=["purpose", "num_rows"])
@@ -154,7 +102,7 @@ def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
     probs_RV = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits_RV.device)
     if num_rows == 0:
         return probs_RV
-    maxima_RP, sums_RP = _parts(logits_RV, torch.float32), _parts(logits_RV, torch.float32)
+    maxima_RP, sums_RP = _parts(logits_RV), _parts(logits_RV)
     num_parts = maxima_RP.shape[1]
     given = (logits_RV, temperature_R, maxima_RP, sums_RP, logits_RV.stride(0), vocab_size, num_parts)
     softmax_parts_kernel[(num_rows, num_parts)](*given, PART=PART, num_warps=PART_WARPS)
@@ -162,29 +110,6 @@ def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
         probs_RV, *given, PART=PART, PARTS=triton.next_power_of_2(num_parts), num_warps=PART_WARPS
     )
     return probs_RV
-
-
-def gather_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.backend`. Ranks compare logits, which no subtraction has rounded to equals."""
-    num_rows, vocab_size = logits_RV.shape
-    check_dtype("logits", logits_RV, torch.float32)
-    check_shape("token_ids", token_ids_R, (num_rows,))
-    logits_RV, token_ids_R = dense_rows(logits_RV), token_ids_R.contiguous()
-    logprobs_R = torch.empty(num_rows, dtype=torch.float32, device=logits_RV.device)
-    ranks_R = torch.empty(num_rows, dtype=torch.int32, device=logits_RV.device)
-    if num_rows == 0:
-        return logprobs_R, ranks_R
-    parts = (_parts(logits_RV, torch.float32), _parts(logits_RV, torch.float32), _parts(logits_RV, torch.int32))
-    num_parts, row_stride = parts[0].shape[1], logits_RV.stride(0)
-    logprob_parts_kernel[(num_rows, num_parts)](
-        logits_RV, token_ids_R, *parts, row_stride, vocab_size, num_parts, PART=PART, num_warps=PART_WARPS
-    )
-    logprob_kernel[(num_rows,)](
-        *(logprobs_R, ranks_R, logits_RV, token_ids_R, *parts, row_stride, num_parts),
-        PARTS=triton.next_power_of_2(num_parts),
-        num_warps=1,
-    )
-    return logprobs_R, ranks_R
 
 
 def uniform(seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
@@ -208,8 +133,6 @@ def configurations() -> Iterator[Configuration]:
     sizes = {"row_stride": "i32:16", "vocab_size": "i32:16"}
     parts = {"maxima_ptr": "*fp32", "sums_ptr": "*fp32", "num_parts": "i32"}
     softmax = {"logits_ptr": "*fp32", "temperature_ptr": "*fp32"} | parts | sizes
-    logprobs = {"logits_ptr": "*fp32", "token_ids_ptr": "*i64", "num_above_ptr": "*i32"} | parts
-    gathered = logprobs | {"logprobs_ptr": "*fp32", "ranks_ptr": "*i32", "row_stride": "i32:16"}
     numbers = {"out_ptr": "*fp64", "seed_ptr": "*i64", "position_ptr": "*i64", "purpose": "i32", "num_rows": "i32"}
     part: dict[str, object] = {"PART": PART}
     all_parts: dict[str, object] = {"PARTS": 32}
@@ -217,8 +140,6 @@ def configurations() -> Iterator[Configuration]:
     for kernel, signature, constexprs, num_warps in (
         (softmax_parts_kernel, softmax, part, PART_WARPS),
         (softmax_kernel, softmax | {"probs_ptr": "*fp32"}, part | all_parts, PART_WARPS),
-        (logprob_parts_kernel, logprobs | sizes, part, PART_WARPS),
-        (logprob_kernel, gathered, all_parts, 1),
         (uniform_kernel, numbers, uniform_block, 1),
     ):
         yield Configuration(
@@ -231,7 +152,7 @@ def configurations() -> Iterator[Configuration]:
         )
 
 
-def _parts(logits_RV: Tensor, dtype: torch.dtype) -> Tensor:
+def _parts(logits_RV: Tensor) -> Tensor:
     """Return room for one number a part."""
     num_rows, vocab_size = logits_RV.shape
-    return torch.empty(num_rows, triton.cdiv(vocab_size, PART), dtype=dtype, device=logits_RV.device)
+    return torch.empty(num_rows, triton.cdiv(vocab_size, PART), dtype=torch.float32, device=logits_RV.device)

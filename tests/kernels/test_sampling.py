@@ -61,6 +61,23 @@ def test_the_largest_is_found_and_of_equals_the_first(vocab_size: int) -> None:
             assert torch.equal(found, all_expected[rows])
 
 
+@pytest.mark.parametrize("vocab_size", [1, 7, 997, 1_024, 49_152])
+def test_ranks_and_the_highest_scores_equal_reference(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    scores_RV = torch.randn(NUM_ROWS, vocab_size, generator=generator)
+    scores_RV[1] = 0.5
+    scores_RV[2] = (8 * scores_RV[2]).round()  # many equals
+    scores_RV[3] = scores_RV[3].sort().values  # each one is above all before it
+    scores_RV[4, : vocab_size // 2] = -math.inf  # masked
+    token_ids_R = torch.randint(0, vocab_size, (NUM_ROWS,), generator=generator)
+    for rows in (slice(None), slice(0, 1), slice(2, 5)):
+        ranks_R = reference.rank(scores_RV[rows], token_ids_R[rows])
+        assert torch.equal(cpu.rank(scores_RV[rows], token_ids_R[rows]), ranks_R)
+        for k in (1, 16, 20, 33):
+            for found, expected in zip(cpu.top_k(scores_RV[rows], k), reference.top_k(scores_RV[rows], k), strict=True):
+                assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("place", [0, 15, 1_030, 2_047, 2_048, 2_049])
 def test_a_nan_shows_wherever_it_is(place: int) -> None:
     logits_RV = torch.arange(2 * 2_050.0).view(2, 2_050)

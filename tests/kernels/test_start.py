@@ -95,7 +95,7 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory().parent == Path("/elsewhere")
 
 
-SAMPLERS = ("largest", "edit_logits", "gather_logprobs", "top_k", "scale_to_probs", "draw")
+SAMPLERS = ("largest", "edit_logits", "rank", "top_k", "scale_to_probs", "draw")
 SAMPLING = [name + suffix for name in SAMPLERS for suffix in ("", " in parallel")]
 
 
