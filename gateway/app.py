@@ -20,6 +20,7 @@ from gateway.engine import Engine, scheduler_addresses, scheduler_clients
 from gateway.engine_metrics import EngineCollector
 from gateway.errors import EXCEPTION_HANDLERS, error_response
 from gateway.generate import CHAT, COMPLETIONS, route_of
+from gateway.long_bodies import LongBodies
 from gateway.metrics import Metrics, watch_loop
 from gateway.metrics_page import metrics_page
 from gateway.model_files import read_model_files
@@ -143,11 +144,13 @@ def _lifespan(
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
             # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
             await engine.first_answer(FIRST_ANSWER_S)
-            encodings = Encodings()
+            encodings, long_bodies = Encodings(), LongBodies(config, names)
             bodies = Bodies(config.max_held_body_bytes, body_times)
-            yield {"service": Service(names, files, engine, metrics, seeds, keep_alive_s, bodies, encodings)}
+            service = Service(names, files, engine, metrics, seeds, keep_alive_s, bodies, encodings, long_bodies)
+            yield {"service": service}
             watching.cancel()
             metrics.registry.unregister(reports)
+        await long_bodies.close()
         encodings.close()
 
     return lifespan

@@ -14,6 +14,7 @@ class PromptText:
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     token_ids: list[int]
+    text: str | None = None  # what they are of, if somebody may ask for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,16 +16,16 @@ from gateway.openai_types import without_nulls
 from gateway.request_error import RequestError
 
 MAX_BODY_BYTES = 64 << 20
-MAX_VALUES = 1 << 20  # decoding holds the event loop, and takes its time by values, not by bytes
-MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse holds it longer
+MAX_VALUES = 1 << 20  # decoding takes time and memory by values, not by bytes
+MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse takes longer
 
 JSON_TYPE = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
 
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
-async def read_body(request: Request, place: Place) -> bytes:
-    """Return the whole body, which holds its bytes in `place`.
+async def read_body(request: Request, place: Place) -> list[bytes]:
+    """Return the whole body in pieces, which hold their bytes in `place`.
 
     Raises RequestError if it is compressed or not JSON (415), too large (413), too slow (408), or there is no room for
     it (429).
@@ -45,7 +45,7 @@ async def read_body(request: Request, place: Place) -> bytes:
         raise _too_slow(f"was not there within {place.times.whole_s:g} s") from None
 
 
-async def _read_pieces(request: Request, place: Place) -> bytes:
+async def _read_pieces(request: Request, place: Place) -> list[bytes]:
     pieces: list[bytes] = []
     num_bytes = 0
     stream = aiter(request.stream())
@@ -56,7 +56,7 @@ async def _read_pieces(request: Request, place: Place) -> bytes:
         except TimeoutError:
             raise _too_slow(f"stood still for {place.times.stall_s:g} s") from None
         if piece is None:
-            return b"".join(pieces)
+            return pieces
         num_bytes += len(piece)
         _check_size(num_bytes)
         place.hold(num_bytes)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -41,6 +41,8 @@ class Door(Generic[Body]):
 CHAT = Door(chat_decoder, ask_chat, ChatRenderer, "chatcmpl")
 COMPLETIONS = Door(completion_decoder, ask_completion, CompletionRenderer, "cmpl")
 
+SHORT_BYTES = 64 << 10  # whatever is in it, to decode it takes a few milliseconds, and its tokens not many more
+
 
 def route_of(door: Door[Body]) -> Callable[[Request], Awaitable[Response]]:
     """Return the function that answers requests through `door`."""
@@ -49,20 +51,21 @@ def route_of(door: Door[Body]) -> Callable[[Request], Awaitable[Response]]:
         arrived_s = time.perf_counter()
         service: Service = request.state.service
         with service.bodies.place() as place:
-            body = decode_body(door.decoder, await read_body(request, place))
-            answering = _answer(service, door, body, request.state.tenant, place, arrived_s)
+            pieces = await read_body(request, place)
+            answering = _answer(service, door, pieces, request.state.tenant, place, arrived_s)
             return await unless_client_leaves(request, answering)
 
     return answer
 
 
 async def _answer(
-    service: Service, door: Door[Body], body: Body, tenant: str, place: Place, arrived_s: float
+    service: Service, door: Door[Body], pieces: list[bytes], tenant: str, place: Place, arrived_s: float
 ) -> Response:
-    asked, model, ready = door.ask(body), service.model_name(body.model), service.ready()
+    body, asked = await _read(service, door, pieces, place.num_bytes)
+    pieces.clear()
+    model, ready = service.model_name(body.model), service.ready()
     response_id = new_response_id(door.id_prefix)
-    steps = prepare(asked, service.model(ready), response_id, tenant)
-    prepared = await service.encodings.run(steps, place.num_bytes)
+    prepared = await service.encodings.run(prepare(asked, service.model(ready), response_id, tenant))
     body.forget_prompt()
     place.give_back()
     observe = partial(observers, service.metrics, arrived_s)
@@ -76,3 +79,12 @@ async def _answer(
         return Response(await renderer.whole(choices), media_type="application/json")
     finally:
         choices.close()
+
+
+async def _read(service: Service, door: Door[Body], pieces: Sequence[bytes], num_bytes: int) -> tuple[Body, Asked]:
+    """Return a body and what it asks for. A long one comes without its prompts, which are tokens already."""
+    if num_bytes > SHORT_BYTES:
+        body, prompts = await service.long_bodies.read(door.id_prefix, door.decoder, pieces, service.ready())
+        return body, replace(door.ask(body), prompts=prompts)
+    body = decode_body(door.decoder, b"".join(pieces))
+    return body, door.ask(body)

@@ -115,6 +115,11 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     kv_transfer_params: UnsupportedObject = None
     vllm_xargs: UnsupportedObject = None
 
+    def forget_advice(self) -> None:
+        """Let go of what changes nothing, and can be long too."""
+        self.user = self.metadata = self.store = self.service_tier = self.safety_identifier = None
+        self.prompt_cache_key = self.prompt_cache_retention = self.prompt_cache_options = self.moderation = None
+
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
     text: str
@@ -189,8 +194,8 @@ class ChatRequest(CommonRequest, kw_only=True):
     mm_processor_kwargs: UnsupportedObject = None
 
     def forget_prompt(self) -> None:
-        """Let go of what can be long, once its tokens stand for it."""
-        self.messages = []
+        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        self.messages, self.chat_template_kwargs = [ChatMessage(role="assistant")], None
 
 
 class CompletionRequest(CommonRequest, kw_only=True):
@@ -204,8 +209,8 @@ class CompletionRequest(CommonRequest, kw_only=True):
     prompt_embeds: Unsupported = None
 
     def forget_prompt(self) -> None:
-        """Let go of what can be long, once its tokens stand for it."""
-        self.prompt = None
+        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        self.prompt = ""
 
 
 chat_decoder = msgspec.json.Decoder(ChatRequest)

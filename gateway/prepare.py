@@ -53,7 +53,7 @@ def _encode(given: AskedPrompt, model: Model, names: FieldNames, *, keeps_text: 
     text: str | None = None
     try:
         match given:
-            case PromptTokens(token_ids):
+            case PromptTokens(token_ids, text):
                 check_token_ids(token_ids, model.ready.vocab_size, names.prompt)
             case PromptText(text, adds):
                 token_ids = yield from tokenizer.encode_steps(text, add_special_tokens=adds, max_tokens=max_tokens)

@@ -13,6 +13,7 @@ from gateway.body_limits import Bodies
 from gateway.encodings import Encodings
 from gateway.engine import Engine
 from gateway.errors import STATUS_CLIENT_CLOSED
+from gateway.long_bodies import LongBodies
 from gateway.metrics import Metrics
 from gateway.model import Model
 from gateway.model_files import ModelFiles
@@ -31,15 +32,11 @@ class Service:
     keep_alive_s: float
     bodies: Bodies
     encodings: Encodings
+    long_bodies: LongBodies
 
     def model_name(self, asked: str | None) -> str:
         """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""
-        if asked is None:
-            return self.model_names[0]
-        if asked not in self.model_names:
-            message = f"there is no model {asked[:200]!r}; served: {', '.join(self.model_names)}"
-            raise RequestError(message, param="model", status=404, code="model_not_found")
-        return asked
+        return served_name(asked, self.model_names)
 
     def ready(self) -> Ready:
         """Return what the scheduler last said. Raises RequestError (503) while none can be reached."""
@@ -51,6 +48,16 @@ class Service:
     def model(self, ready: Ready) -> Model:
         """Return the model as requests see it."""
         return Model(self.files, ready, lambda: self.seeds.getrandbits(64))
+
+
+def served_name(asked: str | None, served: tuple[str, ...]) -> str:
+    """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""
+    if asked is None:
+        return served[0]
+    if asked not in served:
+        message = f"there is no model {asked[:200]!r}; served: {', '.join(served)}"
+        raise RequestError(message, param="model", status=404, code="model_not_found")
+    return asked
 
 
 def new_response_id(prefix: str) -> str:

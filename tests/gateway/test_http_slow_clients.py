@@ -131,6 +131,7 @@ async def test_bodies_are_held_within_a_bound(tiny_model: Path, scheduler: FakeS
 async def test_a_body_is_not_held_while_its_answer_is_generated(tiny_model: Path, scheduler: FakeScheduler) -> None:
     async with serving(tiny_model, scheduler, max_held_body_bytes=3 * MIB) as served:
         large = b" " * (2 * MIB)
+        assert (await served.post(CHAT, large + msgspec.json.encode(chat()))).status_code == 200  # its reader is there
         scheduler.paused = True
         waiting = [
             asyncio.create_task(served.post(CHAT, large + msgspec.json.encode(chat(stream=stream))))

@@ -1,0 +1,187 @@
+"""`python -m gateway.reader`: long bodies to tokens, for a gateway, whose event loop none of this work can hold.
+
+To decode JSON, to render a template and to search a text are calls that hold an interpreter for as long as they take.
+Orders come through standard input, and answers go to standard output. Bodies take turns, a step each, so that the
+shorter of them ends first. A step that takes too long ends the process: the gateway starts another.
+"""
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from gateway.body import decode_body
+from gateway.errors import internal_error
+from gateway.generate import CHAT, COMPLETIONS, Door
+from gateway.model import Model
+from gateway.model_files import ModelFiles, read_model_files
+from gateway.prepare import prepare
+from gateway.reader_messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
+from gateway.request_error import RequestError
+from gateway.service import served_name
+from gateway.steps import Steps, next_step
+from protocol.messages import pack_ids
+from protocol.process import configure_logging, refuse
+from protocol.settings.loading import load_config
+
+DOORS: dict[str, Door[Any]] = {door.id_prefix: door for door in (CHAT, COMPLETIONS)}
+STEP_S = 5.0  # of processor time: of usual texts a step takes milliseconds
+UNWANTED_S = 0.5  # the same, of a step for a client that left
+LOOK_S = 0.1
+
+Start = Callable[[Read, bytes], Steps[list[Answer]]]
+
+logger = logging.getLogger(__name__)
+
+
+class Jobs:
+    """The bodies that are being read. `turn` has a thread of its own, `take` another and `end_if_slow` a third."""
+
+    def __init__(
+        self,
+        start: Start,
+        answer: Callable[[Answer], None],
+        step_s: float = STEP_S,
+        unwanted_s: float = UNWANTED_S,
+    ) -> None:
+        self._start, self._answer = start, answer
+        self._step_s, self._unwanted_s = step_s, unwanted_s
+        self._pieces: dict[int, list[bytes]] = {}  # of those whose end has not come
+        self._wanted: set[int] = set()
+        self._ordered: queue.SimpleQueue[tuple[Read, bytes]] = queue.SimpleQueue()
+        self._waiting: deque[tuple[int, Steps[list[Answer]]]] = deque()
+        self._present: tuple[int, float] | None = None  # whose step it is, and when it began
+        self._is_ending = threading.Lock()
+
+    def take(self, order: Order) -> None:
+        match order:
+            case Piece(job_id, content):
+                self._pieces.setdefault(job_id, []).append(content)
+            case Read(job_id):
+                self._wanted.add(job_id)
+                self._ordered.put((order, b"".join(self._pieces.pop(job_id))))
+            case Cancel(job_id):
+                self._pieces.pop(job_id, None)
+                self._wanted.discard(job_id)
+
+    def turn(self) -> None:
+        """Do a step of the body that waits longest; wait for one if there is none."""
+        while not self._waiting or not self._ordered.empty():
+            read, content = self._ordered.get()
+            self._waiting.append((read.job_id, self._start(read, content)))
+        job_id, steps = self._waiting.popleft()
+        if job_id not in self._wanted:
+            return
+        self._present = job_id, time.process_time()
+        answers = _answers(job_id, steps)
+        with self._is_ending:
+            self._present = None
+        if answers is None:
+            self._waiting.append((job_id, steps))
+            return
+        self._wanted.discard(job_id)
+        for answer in answers:
+            self._answer(answer)
+
+    def end_if_slow(self, end: Callable[[], None]) -> None:
+        """Answer to a body whose present step takes too long, and call `end`, which has to end the process."""
+        with self._is_ending:
+            if self._present is None:
+                return
+            job_id, begun_s = self._present
+            limit_s = self._step_s if job_id in self._wanted else self._unwanted_s
+            if time.process_time() - begun_s > limit_s:
+                self._answer(_too_slow(job_id, limit_s))
+                end()
+
+
+def _too_slow(job_id: int, limit_s: float) -> Wrong:
+    reason = (
+        f"this prompt keeps the model's tokenizer busy for more than {limit_s:g} s in one piece: send a shorter one"
+    )
+    return Wrong(job_id, reason, None, 400, "prompt_too_slow")
+
+
+def _answers(job_id: int, steps: Steps[list[Answer]]) -> list[Answer] | None:
+    """Do the next step. Return what to answer, or None if there are more."""
+    try:
+        result = next_step(steps)
+    except RequestError as error:
+        wrong = error
+    except Exception:
+        logger.exception("a body could not be read")
+        wrong = internal_error()
+    else:
+        return None if result is None else result[0]
+    return [Wrong(job_id, wrong.message, wrong.param, wrong.status, wrong.code)]
+
+
+def reading(files: ModelFiles) -> Start:
+    """Return what starts to read a body, for a model."""
+
+    def start(read: Read, content: bytes) -> Steps[list[Answer]]:
+        door = DOORS[read.door]
+        body = decode_body(door.decoder, content)
+        del content
+        asked = door.ask(body)
+        served_name(body.model, read.model_names)
+        yield
+        model = Model(files, read.ready, draw_seed=lambda: 0)  # the gateway draws
+        prepared = yield from prepare(asked, model, request_id="")
+        body.forget_prompt()
+        body.forget_advice()
+        prompts = [Tokens(read.job_id, pack_ids(each.token_ids), each.text) for each in prepared.prompts]
+        return [*prompts, Done(read.job_id, msgspec.json.encode(body))]
+
+    return start
+
+
+def _listen(orders: BinaryIO, jobs: Jobs) -> None:
+    """Take orders until the gateway is gone, and end then."""
+    while order := read_order(orders):
+        jobs.take(order)
+    os._exit(0)
+
+
+def _watch(jobs: Jobs) -> None:
+    while True:
+        time.sleep(LOOK_S)
+        jobs.end_if_slow(lambda: os._exit(1))
+
+
+def main() -> int:
+    """Never returns but with a status for a model that cannot be used."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever prints
+    faulthandler.register(signal.SIGQUIT)
+    try:
+        config = load_config(os.environ)
+        configure_logging("reader", "error")  # the gateway has said what there is to say of the model
+        files = read_model_files(config)
+    except (ValueError, OSError) as error:
+        return refuse("gateway.reader", error)
+
+    def answer(message: Answer) -> None:
+        content = memoryview(framed(message))
+        while content:
+            content = content[answers.write(content) :]
+
+    jobs = Jobs(reading(files), answer)
+    threading.Thread(target=_listen, args=(sys.stdin.buffer, jobs), daemon=True).start()
+    threading.Thread(target=_watch, args=(jobs,), daemon=True).start()
+    while True:
+        jobs.turn()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
