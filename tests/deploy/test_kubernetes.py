@@ -410,6 +410,14 @@ def test_the_service_monitor_finds_the_gateways(builds: dict[str, list[Manifest]
     assert endpoint["port"] in [port["name"] for port in service["spec"]["ports"]]
 
 
+def test_every_rank_is_started(manifests: list[Manifest]) -> None:
+    """By the one container of an engine, or each by its own."""
+    for container in containers(manifests):
+        if container["name"] == "executor":
+            has_number = any(argument.startswith("--rank=") for argument in container.get("args", []))
+            assert ("--all-ranks" in container["command"]) != has_number
+
+
 def test_ranks_of_a_group_are_numbered_and_meet_at_the_leader(builds: dict[str, list[Manifest]]) -> None:
     manifests = builds["multi-node"]
     [group] = of_kind(manifests, "LeaderWorkerSet")

@@ -18,6 +18,7 @@ MERGE_KEYS = {
     "env": "name",
     "volumeMounts": "mountPath",
 }
+ADDED_TO = ("volumes", "volumeMounts")  # a container or a variable that is not there yet is a misspelt one
 
 Manifest = dict[str, Any]
 
@@ -62,8 +63,10 @@ def merged(old: Any, new: Any, field: str = "") -> Any:
         return kept | {name: merged(old.get(name), value, name) for name, value in new.items() if value is not None}
     if isinstance(old, list) and (key := MERGE_KEYS.get(field)):
         patches = {item[key]: item for item in new}
-        assert patches.keys() <= {item[key] for item in old}, f"nothing to patch in {field}"
-        return [merged(item, patches[item[key]]) if item[key] in patches else item for item in old]
+        known = {item[key] for item in old}
+        added = [item for item in new if item[key] not in known]
+        assert not added or field in ADDED_TO, f"nothing to patch in {field}"
+        return [merged(item, patches[item[key]]) if item[key] in patches else item for item in old] + added
     return new
 
 
