@@ -1,4 +1,4 @@
-"""Everything a person may set, written once: environment, flags and help all come from the fields of `Config`."""
+"""All settings, written once: variables, flags and help come from the fields of `Config`."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ PREFIX = "OCTAVO_"  # of the variables in the environment
 
 
 class ConfigError(ValueError):
-    """A setting that is unknown or cannot be: names it, and the nearest that exists."""
+    """An unknown setting, or a value that a setting cannot take. The message names the setting."""
 
 
 Natural = Annotated[int, Meta(ge=0)]
@@ -38,13 +38,13 @@ Origin = Annotated[
 
 
 def runtime_directory() -> Path:
-    """Return where the sockets of processes that were started by hand lie: private to this user."""
+    """Return the directory, private to this user, for the sockets of processes that are started by hand."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base, "octavo") if base else Path(f"/tmp/octavo-{os.getuid()}")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Each process reads it once; nothing changes it afterwards. What is found out at start travels in messages."""
+    """Each process reads its Config once; nothing changes it. What a process finds at its start travels in messages."""
 
     model: Annotated[
         str,
@@ -59,7 +59,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     served_model_name: Annotated[
         tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
     ] = ()
-    host: Annotated[str, Meta(description="address on which the gateway listens; :: is all, of IPv4 too")] = "127.0.0.1"
+    host: Annotated[
+        str, Meta(description="address on which the gateway listens; :: means all addresses, of IPv4 too")
+    ] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port on which the gateway listens; 0 takes a free one")] = 8000
     uds: Annotated[
         str,
@@ -82,13 +84,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Count,
         Meta(
             description="size of all request bodies that a gateway holds at once, such as 1GiB; beyond, they are"
-            " refused with 429 (their text takes about four times as much)",
+            " refused with 429 (the text of a body takes about four times as much)",
         ),
     ] = 256 << 20
     allowed_origins: Annotated[
         tuple[Origin, ...],
         Meta(
-            description="origins such as https://chat.example whose web pages may use the server, * for all; those of"
+            description="origins such as https://chat.example whose web pages may use the server, * for all; pages of"
             " other sites are refused"
         ),
     ] = ()
@@ -97,7 +99,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             pattern=r"^(/[^/?#\s]+)*$",
             title="a path such as /llm, without a slash at its end",
-            description="path at which a proxy shows the server, which takes it off where the proxy does not",
+            description="path at which a proxy shows the server; the server removes it where the proxy does not",
         ),
     ] = ""
     keep_alive_timeout_s: Annotated[
@@ -124,8 +126,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     quantization: Annotated[
         Literal["auto", "awq", "gptq", "gguf", "fp8", "compressed-tensors", "int8", "int4"],
         Meta(
-            description="auto keeps weights as the checkpoint has them; int8 and int4 round plain ones at load; other"
-            " names are what the checkpoint has to be"
+            description="auto keeps weights as the checkpoint has them; int8 and int4 round plain weights at load;"
+            " any other name says what the checkpoint must be"
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -138,13 +140,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             gt=0,
             le=3600,
-            description="seconds that a step may take, about, while some sequences generate: prompts of others are then"
-            " computed in pieces that small; a step may always take twice as long as it would without prompts, and"
-            " longer where many wait",
+            description="seconds that a step may take, about, while some sequences generate: prompts are then computed"
+            " in pieces of a fitting size; a step may always take twice as long as it would without prompts, and"
+            " longer if many wait",
         ),
     ] = 0.05
     max_num_queued_reqs: Annotated[
-        Count, Meta(description="requests that may wait for a place; beyond, they are refused with 429")
+        Count, Meta(description="requests that may wait for a place; further ones are refused with 429")
     ] = 1024
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     gpu_memory_utilization: Annotated[
@@ -169,9 +171,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         True
     )
     async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
-    enable_chunked_prefill: Annotated[
-        bool, Meta(description="compute prompts in pieces; there is no other way here, so it cannot be off")
-    ] = True
+    enable_chunked_prefill: Annotated[bool, Meta(description="compute prompts in pieces; it cannot be off")] = True
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="tell in the usage how many prompt tokens were cached; it cannot be off")
     ] = True
@@ -238,8 +238,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     insecure_links: Annotated[
         bool,
         Meta(
-            description="allow links without keys to addresses that other machines reach: whoever reaches them too can"
-            " use the model, and read along"
+            description="allow links without keys to addresses that other machines reach: everybody there can use the"
+            " model, and read along"
         ),
     ] = False
     peer_timeout_s: Annotated[
@@ -254,7 +254,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = 60.0
     shutdown_timeout_s: Annotated[
-        Natural, Meta(description="seconds that a gateway which is told to stop gives to streams that are open")
+        Natural, Meta(description="seconds that a stopping gateway gives to open streams")
     ] = 5
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level to log")] = "info"
 

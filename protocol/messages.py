@@ -1,12 +1,12 @@
-"""Everything that crosses a socket: one union and one reused decoder a direction.
+"""Everything that crosses a socket: one union of messages and one reused decoder per direction.
 
 Token ids and block tables travel as `bytes` of int32, log probabilities as `bytes` of float32, both in the byte order
 of the machine (all processes of one replica share it). New fields go last and have a default. A receiver is one
-`match`; a frame that is not one of these raises `msgspec.MsgspecError` and is dropped by its receiver.
+`match`. A malformed frame raises `msgspec.MsgspecError`, and its receiver drops it.
 
-Who may lose what: any message of either link may be lost, repeated, delayed or overtaken. Between gateway and
-scheduler, `Hello` repairs everything (it is the gateway's whole truth, numbered by `hello_seq`); between executor and
-scheduler, steps are numbered without a gap and the executor reports the last one it did.
+Any message of either link may be lost, repeated, delayed or overtaken. Between gateway and scheduler, `Hello` repairs
+everything: it lists all that the gateway has in flight, and `hello_seq` numbers it. Between executor and scheduler,
+steps are numbered without a gap, and the executor says when it has nothing to do.
 """
 
 from array import array
@@ -20,11 +20,11 @@ from msgspec import Meta
 from protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 3
-MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt: they go out in one message
+MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt, since one message carries them all
 
 
 def _decoder(union: Any) -> Callable[[bytes], Any]:
-    """Return a function that decodes one frame. It raises `msgspec.MsgspecError` for whatever is none of `union`."""
+    """Return a function that decodes one frame to `union`. It raises `msgspec.MsgspecError` for any other frame."""
     decode = msgspec.msgpack.Decoder(union).decode
 
     def decode_frame(frame: bytes) -> Any:
@@ -37,11 +37,11 @@ def _decoder(union: Any) -> Callable[[bytes], Any]:
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Base of everything that crosses a socket."""
+    """Base of all messages."""
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of what messages contain."""
+    """Base of the records inside messages."""
 
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -53,7 +53,7 @@ def pack_ids(token_ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> "array[int]":
-    """Return the integers of int32 bytes. Raises ValueError if the length is no multiple of four."""
+    """Return the integers of int32 bytes. Raises ValueError if the length is not a multiple of four."""
     ids = array("i")
     ids.frombytes(packed)
     return ids
@@ -62,7 +62,7 @@ def unpack_ids(packed: bytes) -> "array[int]":
 class Logprobs(Record, frozen=True):
     """Log probabilities of T tokens with K alternatives each, of the raw distribution (before any sampling parameter).
 
-    The alternatives are the K most likely tokens, the likeliest first, whether or not the token is among them.
+    The alternatives are the K most likely tokens, the most likely first. The token itself may be one of them.
     """
 
     num_alternatives: int = 0
@@ -99,12 +99,12 @@ class Logprobs(Record, frozen=True):
 
 
 def logprob_bytes(num_alternatives: int) -> int:
-    """Return what the log probabilities of one token take."""
+    """Return the size of the log probabilities of one token."""
     return 8 + 8 * num_alternatives
 
 
 def excess_of_prompt_logprobs(num_prompt_tokens: int, num_alternatives: int | None) -> str | None:
-    """Return why nobody can have the log probabilities of so long a prompt, with so many alternatives; or None."""
+    """Return why the log probabilities of such a prompt do not fit into one message, or None if they fit."""
     num_bytes = 0 if num_alternatives is None else num_prompt_tokens * logprob_bytes(num_alternatives)
     if num_bytes <= MAX_PROMPT_LOGPROBS_BYTES:
         return None
@@ -118,41 +118,41 @@ def excess_of_prompt_logprobs(num_prompt_tokens: int, num_alternatives: int | No
 
 
 class Hello(Message, frozen=True):
-    """The gateway's whole truth, every half second and whenever it sees a gap; it acknowledges what it has.
+    """All that the gateway has in flight, every half second and after each gap; it acknowledges the received tokens.
 
-    A request that an earlier `Submit` announced and a later `Hello` does not list is wanted no more. `hello_seq` counts
-    the Hellos of one gateway's life from 1; one that was overtaken by a later one is ignored.
+    The scheduler ends a request that an earlier `Submit` announced and a later `Hello` does not list. `hello_seq`
+    counts the Hellos of one gateway's life from 1. A Hello that arrives after a later one is ignored.
     """
 
     protocol_version: int
-    gateway_id: str  # and the identity of its socket: what comes under another one is refused
+    gateway_id: str  # equals the identity of its socket; any other is refused
     hello_seq: int
     in_flight: list[tuple[str, int]] = []  # request_id, num_received_tokens
-    unanswered: list[str] = []  # those of `in_flight` whose last Submit had no answer yet: Admitted may have been lost
+    unanswered: list[str] = []  # request_ids whose last Submit has no answer: Admitted may have been lost
 
 
 class Submit(Message, frozen=True):
-    """Start, or go on with, one generation. Idempotent by `request_id`.
+    """Start one generation, or go on with it. Idempotent by `request_id`.
 
-    Requests that share a prompt name it: its tokens come with one of them, and the others have none. A Submit whose
-    prompt the scheduler lacks is dropped; the next Hello finds that out.
+    Requests with one prompt have one `prompt_id`: one of them brings the prompt's tokens, the others leave them out.
+    The scheduler drops a Submit whose prompt it lacks; the next Hello shows that the request is missing.
     """
 
     request_id: str
     hello_seq: int  # of the last Hello sent before this
     prompt_token_ids: bytes
     sampling: Sampling
-    output_token_ids: bytes = b""  # what a resubmission has already
+    output_token_ids: bytes = b""  # that the gateway has already, in a resubmission
     tenant: str = ""
     priority: int = 0  # lower goes first
     cache_salt: str = ""
-    prompt_id: str = ""  # among those of this gateway; empty if no other request has this prompt
-    body_id: str = ""  # of what a client asked for at once: its requests take turns with those of others
+    prompt_id: str = ""  # unique in this gateway; empty if no other request has this prompt
+    body_id: str = ""  # of one HTTP body: its requests take turns with the requests of other bodies
 
 
 class Abort(Message, frozen=True):
     request_id: str
-    stopped: bool = False  # at a stop string: the client has all of it, and did not leave
+    stopped: bool = False  # True: at a stop string, and the client has the whole answer; False: the client left
 
 
 ToScheduler = Hello | Submit | Abort
@@ -165,7 +165,7 @@ decode_to_scheduler: Callable[[bytes], ToScheduler] = _decoder(ToScheduler)
 class Ready(Message, frozen=True):
     """Answers every Hello. A gateway never resumes a request on another `model_fingerprint`.
 
-    `can_progress` is False while there is no executor to run a step; what is in flight waits.
+    `can_progress` is False while no executor can run a step; requests in flight wait.
     """
 
     scheduler_incarnation: str
@@ -176,7 +176,7 @@ class Ready(Message, frozen=True):
     num_blocks: int
     max_num_seqs: int
     can_progress: bool = True
-    num_idle_executors: int = 0  # whose place another one took, and that are there nevertheless
+    num_idle_executors: int = 0  # executors that still run although another one took their place
 
 
 class Admitted(Message, frozen=True):
@@ -184,7 +184,7 @@ class Admitted(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """The request was not taken: for now (`retry_after_s`), or not at all (None)."""
+    """The scheduler refuses the request: for now (`retry_after_s`), or for ever (None)."""
 
     request_id: str
     reason: str
@@ -194,8 +194,8 @@ class Rejected(Message, frozen=True):
 class Output(Record, frozen=True):
     """New tokens of one request, and its end if `finish_reason` is set ("stop", "length", "abort" or "error").
 
-    `first_token_index` counts from the request's first output token, those of a resubmission included. The gateway
-    drops what it has; an index beyond what it has is a gap, and it says Hello.
+    `first_token_index` counts from the request's first output token, tokens of a resubmission included. The gateway
+    drops tokens that it has. An index beyond them is a gap, and the gateway says Hello.
     """
 
     request_id: str
@@ -204,7 +204,7 @@ class Output(Record, frozen=True):
     finish_reason: str | None = None
     logprobs: Logprobs | None = None
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
-    prompt_logprobs: Logprobs | None = None  # of prompt tokens 1 and on; with the first output only
+    prompt_logprobs: Logprobs | None = None  # from prompt token 1 on; with the first output only
     error: str | None = None
 
 
@@ -213,33 +213,35 @@ class Outputs(Message, frozen=True):
 
 
 class Unknown(Message, frozen=True):
-    """Requests that a Hello listed and this scheduler lacks: submit those again that were not since that Hello."""
+    """Requests that a Hello listed and this scheduler lacks: submit each again, unless it was submitted since."""
 
     request_ids: list[str]
     hello_seq: int
 
 
 class HistogramCounts(Record, frozen=True):
-    """Observations by bucket, the last beyond all bounds (`measures.py` has them), and the sum of what was observed."""
+    """The number of observations in each bucket (`measures.py` has the bounds; the last has none), and their sum."""
 
     counts: tuple[int, ...] = ()
     sum: float = 0.0
 
 
 class EngineHistograms(Record, frozen=True):
-    """From the scheduler's start on. Times of requests are in seconds, each from when it was first there."""
+    """Observations since the scheduler's start. Times are in seconds."""
 
     queue_s: HistogramCounts = HistogramCounts()  # from arrival to the first step
     prefill_s: HistogramCounts = HistogramCounts()  # from the first step's planning to the first token
-    decode_s: HistogramCounts = HistogramCounts()  # from the first token to the end, of requests that came to theirs
-    inference_s: HistogramCounts = HistogramCounts()  # both together
+    decode_s: HistogramCounts = (
+        HistogramCounts()
+    )  # from the first token to the end, of requests that ended with stop or length
+    inference_s: HistogramCounts = HistogramCounts()  # prefill and decode together
     step_s: HistogramCounts = HistogramCounts()  # the executor's own time
     step_seqs: HistogramCounts = HistogramCounts()
     step_tokens: HistogramCounts = HistogramCounts()
 
 
 class Stats(Message, frozen=True):
-    """Once a second. Counts run from the scheduler's start; the rest is now."""
+    """Once a second. Counts run from the scheduler's start; all other numbers are of this moment."""
 
     scheduler_incarnation: str
     num_running_seqs: int
@@ -255,7 +257,7 @@ class Stats(Message, frozen=True):
     num_executor_restarts: int
     finished: dict[str, int] = {}  # by finish_reason
     histograms: EngineHistograms = EngineHistograms()
-    loop_lag_s: float = 0.0  # the longest, of late, that something which arrived had to wait for the scheduler
+    loop_lag_s: float = 0.0  # the longest recent wait of an arrived message for the scheduler
     device_bytes: dict[str, int] = {}  # the executor's memory: weights, kv_cache, used (now), total
 
 
@@ -267,28 +269,28 @@ decode_to_gateway: Callable[[bytes], ToGateway] = _decoder(ToGateway)
 
 
 class ExecutorReady(Message, frozen=True):
-    """Sent at the start, until answered by a Welcome, and every half second while idle.
+    """Sent at the start until a Welcome answers it, and every half second while the executor is idle.
 
-    An executor that says so while steps are unanswered has lost them, or its results were lost: they are sent again.
+    If steps are unanswered then, the steps or their results were lost, and the scheduler sends the steps again.
     """
 
     executor_incarnation: str
-    num_blocks: Count  # with several ranks: the least of theirs
+    num_blocks: Count  # with several ranks: the smallest number of a rank
     block_size: Count
     max_model_len: Count
     vocab_size: Count
     model_fingerprint: str
     scheduler_incarnation: str = ""  # of the last Welcome
     device_bytes: dict[str, int] = {}  # of rank 0: weights, kv_cache, total (of the device)
-    process: str = ""  # which one it is, for people: its machine and number
+    process: str = ""  # its machine and number, for people
 
 
 class SequenceResult(Record, frozen=True):
-    """What one sequence of a step gave: no token for a chunk, several with speculation."""
+    """The result of one sequence's share of a step: no token for a chunk of a prompt, otherwise one or more."""
 
     token_ids: list[int]
     logprobs: Logprobs | None = None
-    prompt_logprobs: Logprobs | None = None  # of the prompt tokens whose predecessors were computed in this step
+    prompt_logprobs: Logprobs | None = None  # of prompt tokens whose predecessors this step computed
 
 
 class StepResult(Message, frozen=True):
@@ -296,14 +298,14 @@ class StepResult(Message, frozen=True):
     executor_incarnation: str
     step_id: int
     sequences: list[SequenceResult]  # in the order of the Step
-    not_ready: list[int] = []  # seq_ids that sat this step out: nothing of theirs was computed
+    not_ready: list[int] = []  # seq_ids that sat this step out: their shares were not computed
     busy_s: float = 0.0  # the executor's own time for this step
-    waited_s: float = 0.0  # how long it had nothing to do before it
-    launch_s: float = 0.0  # how long it took to hand it to a device that computes later; it needs the step that early
+    waited_s: float = 0.0  # the executor's idle time before this step
+    launch_s: float = 0.0  # time to hand the step to a device that computes later: the step must come that early
 
 
 class StepFailed(Message, frozen=True):
-    """The step raised: the executor ends itself after this, and a new one takes its place."""
+    """The step raised. The executor then ends, and a new one takes its place."""
 
     scheduler_incarnation: str
     executor_incarnation: str
@@ -312,7 +314,7 @@ class StepFailed(Message, frozen=True):
 
 
 class NeedInit(Message, frozen=True):
-    """The step was not done: the executor has no state for these sequences. It does no later step until told."""
+    """The step was not done: the executor lacks state for these sequences. It does no later step until a Welcome."""
 
     scheduler_incarnation: str
     executor_incarnation: str
@@ -321,12 +323,12 @@ class NeedInit(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """From a thread with a socket of its own, so that a step that hangs can be told from one that is long."""
+    """From a thread with a socket of its own: it tells a long step from one that hangs."""
 
     executor_incarnation: str
     step_id: int
     layers_done: int
-    used_bytes: int = 0  # of the device's memory by this process, now
+    used_bytes: int = 0  # of the device's memory, by this process, at this moment
 
 
 FromExecutor = ExecutorReady | StepResult | StepFailed | NeedInit | Progress
@@ -337,22 +339,23 @@ decode_from_executor: Callable[[bytes], FromExecutor] = _decoder(FromExecutor)
 
 
 class Displaced(Message, frozen=True):
-    """Answers ExecutorReady of a life whose place another one took: it will be given nothing as long as it lives.
+    """Answers ExecutorReady of an executor whose place another one took: it gets no steps as long as it lives.
 
-    Once the other one is gone (no `by`), it ends, so that its supervisor starts it anew: a new life gets the place.
+    Once the other one is gone (`by` is empty), this executor ends, and the new life that its supervisor starts gets
+    the place.
     """
 
     scheduler_incarnation: str
     executor_incarnation: str
-    by: str  # the other one's `process`, if it is there
+    by: str  # the other executor's `process`; empty if that one is gone
 
 
 class Welcome(Message, frozen=True):
     """Answers ExecutorReady.
 
-    An executor that is welcomed by another scheduler incarnation drops the state of the one before. It does steps
-    strictly by number from `next_step_id`: an older one is answered again from the last results, a later one is
-    ignored (ExecutorReady then says which one is missing).
+    With a new scheduler incarnation, the executor drops the state of the one before. It does steps strictly by number
+    from `next_step_id`: an older step is answered again from the last results, a later step is ignored, and
+    ExecutorReady then asks for the missing one.
     """
 
     scheduler_incarnation: str
@@ -363,23 +366,23 @@ class Welcome(Message, frozen=True):
 class SequenceInit(Record, frozen=True):
     """All that an executor must know of a sequence beyond its shares: on admission, resumption and after NeedInit.
 
-    Tokens come with the shares that compute them; here are those alone that sampling looks back at. So a long prompt
-    travels once, and not at all where the prefix cache has it.
+    A share brings the tokens that it computes; the init brings only tokens that sampling looks back at. So a long
+    prompt travels once, and the part in the prefix cache not at all.
     """
 
     sampling: Sampling
     num_prompt_tokens: int
     num_output_tokens: int = 0
-    prompt_token_ids: bytes = b""  # all of the prompt, if log probabilities of its tokens are still wanted
+    prompt_token_ids: bytes = b""  # the whole prompt, while log probabilities of its tokens are wanted
     distinct_prompt_token_ids: bytes = b""  # with a repetition penalty: the tokens of the prompt, each once
-    output_token_ids: bytes = b""  # with a penalty: all of the output
+    output_token_ids: bytes = b""  # with a penalty: the whole output
 
 
 class SequenceStep(Record, frozen=True):
     """One sequence's share of a step: positions from `num_computed_tokens` on.
 
-    Empty `token_ids` mean one token, the one this executor sampled last for the sequence. `sample` says that the
-    share ends at the sequence's last token, so that its logits give the next.
+    Empty `token_ids` mean one token: the token that this executor sampled last for the sequence. `sample` says that
+    the share ends at the sequence's last token, so that its logits give the next token.
     """
 
     seq_id: int
@@ -395,7 +398,7 @@ class Step(Message, frozen=True):
     executor_incarnation: str
     step_id: int
     sequences: list[SequenceStep]
-    forget: list[int] = []  # seq_ids whose state can go, before this step
+    forget: list[int] = []  # seq_ids whose state the executor drops before this step
 
 
 ToExecutor = Welcome | Displaced | Step

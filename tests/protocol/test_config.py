@@ -1,4 +1,4 @@
-"""One Config from environment, flags and defaults; whatever it cannot be is an error that names it."""
+"""One Config from environment, flags and defaults; a wrong setting is an error that names the setting."""
 
 import argparse
 
@@ -152,6 +152,6 @@ def test_integers_with_units(text, value):
 
 
 @pytest.mark.parametrize("text", ["", "k", "-1", "1.5", "0x10", "1 000", "1e3", "5X"])
-def test_what_is_no_integer(text):
+def test_a_text_that_is_not_an_integer_is_refused(text):
     with pytest.raises(ValueError, match="not"):
         parse_integer(text)

@@ -1,4 +1,4 @@
-"""Variables that look meant for this server and are not its own: a platform's, another server's, misspelt ones."""
+"""Variables that look as if they were for this server: a platform's, another server's, misspelt ones."""
 
 import logging
 
@@ -8,7 +8,7 @@ from protocol.config import FIELDS, ConfigError
 from protocol.settings.foreign import say_what_has_no_effect
 from protocol.settings.loading import load_config, refuse_foreign_keys
 
-# What Kubernetes sets in every pod of a namespace that has Services octavo, octavo-gateway and octavo-metrics.
+# Kubernetes sets these in every pod of a namespace with the Services octavo, octavo-gateway and octavo-metrics.
 PLATFORM = {
     "OCTAVO_SERVICE_HOST": "10.0.0.1",
     "OCTAVO_SERVICE_PORT": "8000",
@@ -34,24 +34,24 @@ def said(caplog: pytest.LogCaptureFixture, environ: dict[str, str]) -> list[str]
     return [record.getMessage() for record in caplog.records]
 
 
-def test_what_a_platform_says_of_its_services_is_no_setting(caplog: pytest.LogCaptureFixture) -> None:
+def test_variables_of_a_platform_are_not_settings(caplog: pytest.LogCaptureFixture) -> None:
     assert load_config(PLATFORM) == load_config({})
     [line] = said(caplog, PLATFORM)
     assert all(name in line for name in PLATFORM)
 
 
 @pytest.mark.parametrize("variable", PLATFORM)
-def test_each_of_them_is_ignored_alone(variable: str) -> None:
+def test_each_variable_of_a_platform_is_ignored(variable: str) -> None:
     assert load_config({variable: PLATFORM[variable]}) == load_config({})
 
 
-def test_a_port_that_is_a_number_is_a_setting_all_the_same() -> None:
+def test_a_port_that_is_a_number_is_a_setting() -> None:
     config = load_config({**PLATFORM, "OCTAVO_PORT": "8001", "OCTAVO_METRICS_PORT": "9000"})
     assert (config.port, config.metrics_port) == (8001, 9000)
 
 
 @pytest.mark.parametrize("variable", ["OCTAVO_SERVICES", "OCTAVO_GATEWAY_HOST", "OCTAVO_PORTS", "OCTAVO_GATEWAY_PORT"])
-def test_what_is_like_them_is_an_error_still(variable: str) -> None:
+def test_a_variable_almost_like_a_platforms_is_an_error(variable: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown variable {variable}"):
         load_config({variable: "1"})
 
@@ -81,7 +81,7 @@ def test_misspelt_variables_of_the_hub_are_named_and_others_are_not(caplog: pyte
 
 
 @pytest.mark.parametrize("variable", ["VLLM_API_KEY", "LLAMA_API_KEY", "SGLANG_API_KEY", "LLAMA_ARG_API_KEY"])
-def test_a_key_of_another_server_leaves_none_open(variable: str) -> None:
+def test_a_key_of_another_server_is_refused(variable: str) -> None:
     environ = {variable: "abc"}
     with pytest.raises(
         ConfigError, match=f"{variable} has no effect here, so that the server would be open"

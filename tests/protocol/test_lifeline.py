@@ -1,4 +1,4 @@
-"""What a parent hears of its child."""
+"""The parent and its child: beats, silence, and the end of either."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ class Tie:
         self._theirs.close()
 
     def silence_after(self, seconds: float) -> float:
-        """Let time pass in turns of a second, and return the silence at the end."""
+        """Let time pass in turns of a second; return the silence at the end."""
         silence_s = 0.0
         for _ in range(int(seconds)):
             self.now_s += 1.0
@@ -65,14 +65,14 @@ def test_a_loop_may_turn_more_often_than_it_beats() -> None:
         assert ours.recv(100) == b".."
 
 
-def test_a_parent_that_was_frozen_holds_nothing_against_its_child(tie: Tie) -> None:
+def test_a_parent_that_was_frozen_does_not_blame_its_child(tie: Tie) -> None:
     tie.heart.beat()
     assert tie.silence_after(1) == 0
     tie.now_s += 3600.0
     assert tie.lifeline.silence_s(tie.now_s) == LONGEST_TURN_S
 
 
-def test_beats_that_nobody_reads_stop_nobody(tie: Tie) -> None:
+def test_beats_that_nobody_reads_do_not_block(tie: Tie) -> None:
     for _ in range(10_000):
         tie.now_s += INTERVAL_S
         tie.heart.beat()
@@ -100,7 +100,7 @@ def test_a_fork_does_not_hold_a_childs_lifeline() -> None:
     fork = os.fork()
     if fork == 0:
         os.close(end)
-        os.read(ended, 1)  # lives on when the parent of both has let go
+        os.read(ended, 1)  # the fork lives on after the parent closes the lifeline
         os._exit(0)
     try:
         lifeline.close()

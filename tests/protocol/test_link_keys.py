@@ -1,4 +1,4 @@
-"""The keys of tcp:// links as files: who gets which, and what is refused of them."""
+"""The key files of tcp:// links: which process gets which keys, and which files are refused."""
 
 import os
 import stat
@@ -18,7 +18,7 @@ def modes(directory):
 
 
 def test_each_kind_of_process_gets_its_secret_and_what_it_needs_of_others(tmp_path):
-    usual = os.umask(0)  # widens nothing
+    usual = os.umask(0)  # it must not widen the modes of the files
     try:
         made = make_keys(tmp_path / "keys")
     finally:
@@ -38,7 +38,7 @@ def test_each_kind_of_process_gets_its_secret_and_what_it_needs_of_others(tmp_pa
     }
 
 
-def test_keys_that_are_there_are_never_replaced(tmp_path):
+def test_existing_keys_are_never_replaced(tmp_path):
     make_keys(tmp_path)
     (tmp_path / "executor" / "scheduler.key").unlink()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -78,7 +78,7 @@ def test_insecure_links_allows_it_and_says_so(address, caplog):
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1:5570", "tcp://127.8.0.1:*", "tcp://[::1]:5570", "tcp://localhost:5570"]
 )
-def test_this_machine_alone_needs_no_keys(address):
+def test_loopback_addresses_need_no_keys(address):
     assert server_keys(Config(frontend_address=address, backend_address=address)) == (None, None)
     assert client_keys(Config(), "gateway", [address, "ipc:///run/octavo/frontend", "inproc://x"]) is None
 
@@ -94,7 +94,7 @@ def test_this_machine_alone_needs_no_keys(address):
         "tcp://2130706433:1",
     ],
 )
-def test_what_only_looks_like_this_machine_counts_as_another(address):
+def test_an_address_that_only_looks_like_loopback_needs_keys(address):
     assert not is_loopback(address)
 
 
@@ -110,7 +110,7 @@ def test_keys_of_links_that_are_not_tcp_are_not_read():
     assert client_keys(config, "executor", ["ipc:///x/z"]) is None
 
 
-def test_the_scheduler_needs_keys_of_those_alone_who_come_by_tcp(tmp_path):
+def test_the_scheduler_needs_only_keys_of_peers_on_tcp(tmp_path):
     scheduler, _, _ = make_keys(tmp_path)
     (scheduler / "executor.key").unlink()
     frontend, backend = server_keys(
@@ -132,14 +132,14 @@ def test_a_directory_of_another_kind_names_the_right_one(tmp_path):
     ["", "x", 'public-key = "abc"', 'public-key = "' + "\\" * 40 + '"', "\0" * 100],
     ids=["empty", "word", "short", "no Z85", "zeros"],
 )
-def test_a_file_that_is_no_key_is_one_sentence(tmp_path, text):
+def test_a_file_without_a_key_is_one_sentence(tmp_path, text):
     _, gateway, _ = make_keys(tmp_path)
     (gateway / "scheduler.key").write_text(text)
     with pytest.raises(ValueError, match=r"scheduler\.key.*key"):
         client_keys(Config(link_keys_dir=str(gateway)), "gateway", ["tcp://127.0.0.1:1"])
 
 
-def test_a_public_key_is_no_secret(tmp_path):
+def test_a_public_key_in_the_place_of_a_secret_is_refused(tmp_path):
     _, gateway, _ = make_keys(tmp_path)
     (gateway / "gateway.key_secret").write_text((tmp_path / "scheduler" / "gateway.key").read_text())
     with pytest.raises(ValueError, match="has no secret key"):
@@ -156,7 +156,7 @@ def test_a_secret_that_everybody_can_read_is_warned_about(tmp_path, caplog):
     assert "chmod 600" in caplog.text
 
 
-def test_ranks_on_several_machines_are_allowed_by_name_alone():
+def test_ranks_on_several_machines_need_insecure_links():
     ranks = {"tensor_parallel_size": 2, "rank": 1}
     for local in ("file:///run/x/ranks", "tcp://127.0.0.1:29500", "tcp://localhost:29500", ""):
         check_ranks_link(Config(distributed_address=local, **ranks))

@@ -19,7 +19,7 @@ def test_one_value_can_be_observed_several_times():
     assert histogram.read() == HistogramCounts((4, 0), 1.0)
 
 
-def test_what_was_read_does_not_change():
+def test_a_reading_does_not_change():
     histogram = Histogram((1.0,))
     before = histogram.read()
     histogram.observe(3.0)

@@ -1,4 +1,4 @@
-"""Every message crosses a socket unchanged, in every field; what is not a message is an error."""
+"""Every message crosses a socket unchanged, in every field; a malformed frame is an error."""
 
 import pickle
 import typing
@@ -34,7 +34,7 @@ CASES = [
 
 
 class Samples:
-    """Values of any message type, no two alike, so that fields that are swapped or lost show."""
+    """Values of any message type. No two are alike, so that a swapped or lost field shows."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -89,7 +89,7 @@ def test_no_field_of_the_sample_is_its_default(kind, decode):
     message = Samples().of(kind)
     for field in msgspec.structs.fields(kind):
         default = field.default_factory() if field.default_factory is not msgspec.NODEFAULT else field.default
-        # A bool that defaults to True is the one value that a sample cannot tell from its default.
+        # A sample has True for every bool, so it cannot differ from the default True.
         assert default is True or getattr(message, field.name) != default, field.name
 
 
@@ -110,7 +110,7 @@ def test_a_first_field_of_the_wrong_type_is_refused(kind, decode):
 @pytest.mark.parametrize(
     "frame", [b"", b"\xc1", b"hello", msgspec.msgpack.encode(["Nobody", 1]), msgspec.msgpack.encode({"type": "Step"})]
 )
-def test_what_is_no_message_is_refused(decode, frame):
+def test_a_malformed_frame_is_refused(decode, frame):
     with pytest.raises(msgspec.MsgspecError):
         decode(frame)
 
@@ -199,12 +199,12 @@ def test_nested_records_survive():
     ],
     ids=["empty", "not UTF-8", "cut short", "deep Abort", "deep Progress", "pickle"],
 )
-def test_what_is_no_message_is_one_kind_of_error(decode, frame):
+def test_every_malformed_frame_is_one_kind_of_error(decode, frame):
     with pytest.raises(msgspec.MsgspecError):
         decode(frame)
 
 
-def test_an_executor_that_holds_nothing_is_no_message():
+def test_an_executor_without_blocks_or_vocabulary_is_refused():
     good = ExecutorReady("e", 4, 16, 100, 50, "f")
     fields = msgspec.msgpack.decode(messages.encode(good))
     for index, bad in [(3, 0), (3, -1), (3, 2**31), (4, 0), (5, 0), (6, -5)]:

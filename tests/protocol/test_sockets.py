@@ -1,4 +1,4 @@
-"""What the sockets promise: nothing blocks, nothing is dropped without an answer, no address is taken twice."""
+"""The sockets' promises: no send blocks, no message is dropped silently, no address is taken twice."""
 
 import subprocess
 import sys
@@ -59,7 +59,7 @@ def test_a_full_queue_is_an_answer_and_nothing_is_lost(context):
         assert not dealer.poll(50)
 
 
-def test_who_comes_back_under_an_old_identity_takes_over(context):
+def test_a_peer_with_a_known_identity_takes_over(context):
     with bind_router(context, "tcp://127.0.0.1:*") as router, connect(context, router, "peer") as first:
         exchange_hello(router, first)
         with connect(context, router, "peer") as second:
