@@ -102,7 +102,14 @@ def open_rig(num_seqs: int, context: int, block_size: int, num_steps: int, num_f
     """Yield a rig with `num_seqs` running sequences, and room for so many steps and requests beside them."""
     max_tokens = num_steps + num_seqs * context // MAX_NUM_BATCHED_TOKENS + 8 * (num_finished // num_seqs + 2)
     num_blocks = num_seqs * (-(-(context + max_tokens) // block_size) + -(-4 * SHORT_PROMPT_TOKENS // block_size))
-    limits = Limits(num_blocks, block_size, 1 << 20, 2 * num_seqs, MAX_NUM_BATCHED_TOKENS, 2 * num_seqs)
+    limits = Limits(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=1 << 20,
+        max_num_seqs=2 * num_seqs,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_num_waiting_seqs=2 * num_seqs,
+    )
     with (
         zmq.Context() as sockets,
         bind_router(sockets, ADDRESS) as router,
