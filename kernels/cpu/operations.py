@@ -2,17 +2,18 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """What a program is made of: operations, of which every thread of a team does its share.
 
-Each is compiled by itself, with the signature of C, and called by its address: what runs a program is small, and no
-routine is compiled twice. They are the routines of the kernels that do one operation a call, and so are the bits of
-their results. `at` is the address of the operation's row in the program: int64 fields (a float64 has its place among
-them), in the order of `Row`, then those of the operation itself.
+Each operation is compiled by itself, with the signature of C, and called by its address. So the code that runs a
+program is small, and no routine is compiled twice. An operation calls the routines of the kernel that does one
+operation a call, and therefore gives the same bits. `at` is the address of the operation's row in the program: a `Row`,
+then the record (see `records`) of the operation's own fields.
 
-Pointwise operations share rows, the same ones each time: two of them that follow one another need no barrier. Products
-and attention share tasks, which are taken from a counter in their row.
+The threads divide the rows of pointwise operations in the same way each time, so that two of these operations that
+follow one another need no barrier. The threads divide products and attention into tasks, which they take from a counter
+in the operation's row.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from kernels.cpu.attention_tasks import TASK_SIZE, Step
 from kernels.cpu.jit import IS_KEPT, SharedCache, routine
 from kernels.cpu.memory import pointer
 from kernels.cpu.panels import Product
+from kernels.cpu.records import read, replaced
 from kernels.cpu.team import meet
 
 
@@ -39,6 +41,8 @@ class Row(NamedTuple):
 
 
 FIRST = 8 * len(Row._fields)  # bytes before an operation's own fields
+NEXT_TASK = 8 * Row._fields.index("next_task")
+Fields = TypeVar("Fields", bound=tuple[Any, ...])  # the class of an operation's own fields
 
 
 class Shared(NamedTuple):
@@ -60,11 +64,14 @@ class Shared(NamedTuple):
     plans: int  # for each kind of attention its first task, their number, and how many are parts
 
 
-class Operation:
+class Operation(Generic[Fields]):
     """One kind of operation, compiled for each dtype when that is first asked for."""
 
-    def __init__(self, number: int, function: Callable[..., int], shares_rows: bool, has_dtype: bool) -> None:
+    def __init__(
+        self, number: int, fields: type[Fields], function: Callable[..., int], shares_rows: bool, has_dtype: bool
+    ) -> None:
         self.number = number  # index of OPERATIONS
+        self.fields = fields
         self.name = function.__name__
         self.shares_rows = shares_rows
         self._function = function
@@ -84,19 +91,22 @@ class Operation:
         return int(self._compiled[element].address)
 
 
-OPERATIONS: list[Operation] = []
+OPERATIONS: list[Operation[Any]] = []
 
 
-def operation(*, shares_rows: bool, has_dtype: bool = True) -> Callable[[Callable[..., int]], Operation]:
-    """Return a decorator that makes an Operation of a function, which returns 1.
+def operation(
+    fields: type[Fields], *, shares_rows: bool, has_dtype: bool = True
+) -> Callable[[Callable[..., int]], Operation[Fields]]:
+    """Return a decorator that makes an Operation with `fields` of a function, which returns 1.
 
     The function is given the addresses of its row and of Shared, this thread's number among `num_threads`, and a
-    pointer of the dtype. Without `has_dtype` it serves every one.
+    pointer of the dtype. Without `has_dtype` one compiled function serves all dtypes.
     """
 
-    def made(function: Callable[..., int]) -> Operation:
-        OPERATIONS.append(Operation(len(OPERATIONS), function, shares_rows, has_dtype))
-        return OPERATIONS[-1]
+    def made(function: Callable[..., int]) -> Operation[Fields]:
+        made = Operation(len(OPERATIONS), fields, function, shares_rows, has_dtype)
+        OPERATIONS.append(made)
+        return made
 
     return made
 
@@ -114,161 +124,246 @@ def call(typingctx, address, at, shared, number, num_threads):
     return types.int64(*[types.int64] * 5), generate
 
 
-@routine(forceinline=True)
-def _fields(at):
-    """Return pointers to an operation's own fields, as integers and as numbers."""
-    return pointer(at + FIRST, np.int64), pointer(at + FIRST, np.float64)
-
-
 @routine()
 def known(address):
-    """Return what stands at the address of Shared."""
-    f = pointer(address, np.int64)
-    return Shared(f[0], f[1], f[2], f[3], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13])
+    """Return the record at the address of Shared."""
+    return read(address, Shared)
 
 
 @routine(forceinline=True)
 def _rows_of(shared, number, num_threads):
-    num_tokens = pointer(shared, np.int64)[0]
+    num_tokens = read(shared, Shared).num_tokens
     return num_tokens * number // num_threads, num_tokens * (number + 1) // num_threads
 
 
 @routine(forceinline=True)
 def _counter(at):
-    return carray(pointer(at + FIRST - 8, np.int64), 1)
+    return carray(pointer(at + NEXT_TASK, np.int64), 1)
 
 
-@operation(shares_rows=True)
+class Embedding(NamedTuple):
+    out: int
+    weight: int
+    size: int
+
+
+@operation(Embedding, shares_rows=True)
 def embedding(at, shared, number, num_threads, like):
-    """Copy the rows that the tokens name. Fields: out, weight, size."""
-    op, _ = _fields(at)
+    """Copy the rows that the tokens name."""
+    f = read(at + FIRST, Embedding)
     first, end = _rows_of(shared, number, num_threads)
     kind, token_ids = carray(like, 0), pointer(known(shared).token_ids, np.int64)
-    out, weight, size = pointer(op[0], kind), pointer(op[1], kind), op[2]
+    out, weight = pointer(f.out, kind), pointer(f.weight, kind)
     for row in range(first, end):
-        source = token_ids[row] * size
-        for column in range(size):
-            out[row * size + column] = weight[source + column]
+        source = token_ids[row] * f.size
+        for column in range(f.size):
+            out[row * f.size + column] = weight[source + column]
     return 1
 
 
-@operation(shares_rows=True, has_dtype=False)
+@operation(Product, shares_rows=True, has_dtype=False)
 def panel_embedding(at, shared, number, num_threads, like):
-    """Write the rows that the tokens name. Fields: those of `product`; there is no x."""
-    f, _ = _fields(at)
+    """Write the rows that the tokens name. There is no x."""
+    f = read(at + FIRST, Product)
     first, end = _rows_of(shared, number, num_threads)
-    out_row_bytes = f[7] * f[10]
-    addresses = (f[0] + first * out_row_bytes, f[1], f[2], f[3], f[4], f[5])
-    sizes = (end - first, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14])
+    rows = replaced(f, "out", f.out + first * f.num_inputs * f.out_bytes)
     token_ids = carray(pointer(known(shared).token_ids + 8 * first, np.int64), end - first)
-    panel_products.embedding(addresses, sizes, token_ids)
+    panel_products.write_rows(rows, token_ids)
     return 1
 
 
-@operation(shares_rows=True, has_dtype=False)
+class Clear(NamedTuple):
+    out: int
+    size: int
+
+
+@operation(Clear, shares_rows=True, has_dtype=False)
 def clear(at, shared, number, num_threads, like):
-    """Make rows of float32 zero. Fields: out, size."""
-    op, _ = _fields(at)
+    """Make rows of float32 zero."""
+    f = read(at + FIRST, Clear)
     first, end = _rows_of(shared, number, num_threads)
-    out = pointer(op[0], np.float32)
-    for at_out in range(first * op[1], end * op[1]):
+    out = pointer(f.out, np.float32)
+    for at_out in range(first * f.size, end * f.size):
         out[at_out] = 0.0
     return 1
 
 
-@operation(shares_rows=True)
+class AddRMSNorm(NamedTuple):
+    out: int
+    x: int
+    residual: int
+    weight: int
+    size: int
+    eps: float
+
+
+@operation(AddRMSNorm, shares_rows=True)
 def add_rms_norm(at, shared, number, num_threads, like):
-    """Fields: out, x, residual, weight, size, eps."""
-    op, numbers = _fields(at)
+    f = read(at + FIRST, AddRMSNorm)
     first, end = _rows_of(shared, number, num_threads)
-    memory = (op[0], op[1], op[2], op[3])
-    pointwise.add_rms_norm(carray(like, 0), memory, op[4], numbers[5], first, end)
+    pointwise.add_rms_norm(carray(like, 0), (f.out, f.x, f.residual, f.weight), f.size, f.eps, first, end)
     return 1
 
 
-@operation(shares_rows=True)
+class RMSNorm(NamedTuple):
+    out: int
+    x: int
+    weight: int
+    num_heads: int
+    token_stride: int  # of x
+    size: int
+    eps: float
+
+
+@operation(RMSNorm, shares_rows=True)
 def rms_norm(at, shared, number, num_threads, like):
-    """Fields: out, x, weight, rows a token, token's stride, size, eps."""
-    op, numbers = _fields(at)
+    f = read(at + FIRST, RMSNorm)
     first, end = _rows_of(shared, number, num_threads)
-    memory, sizes = (op[0], op[1], op[2]), (op[3], op[4], op[5])
-    pointwise.rms_norm(carray(like, 0), memory, sizes, numbers[6], first * op[3], end * op[3])
+    memory, sizes = (f.out, f.x, f.weight), (f.num_heads, f.token_stride, f.size)
+    pointwise.rms_norm(carray(like, 0), memory, sizes, f.eps, first * f.num_heads, end * f.num_heads)
     return 1
 
 
-@operation(shares_rows=True)
+class Copy(NamedTuple):
+    out: int
+    x: int
+    size: int
+    out_stride: int
+
+
+@operation(Copy, shares_rows=True)
 def copy(at, shared, number, num_threads, like):
-    """Copy rows into some columns of wider ones. Fields: out, x, size, out's stride."""
-    op, _ = _fields(at)
+    """Copy rows into some columns of wider ones."""
+    f = read(at + FIRST, Copy)
     first, end = _rows_of(shared, number, num_threads)
     kind = carray(like, 0)
-    out, x = pointer(op[0], kind), pointer(op[1], kind)
-    size, out_stride = op[2], op[3]
+    out, x = pointer(f.out, kind), pointer(f.x, kind)
     for row in range(first, end):
-        for column in range(size):
-            out[row * out_stride + column] = x[row * size + column]
+        for column in range(f.size):
+            out[row * f.out_stride + column] = x[row * f.size + column]
     return 1
 
 
-@operation(shares_rows=True)
+class Rotate(NamedTuple):
+    q: int
+    k: int
+    cos_sin: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rotary_size: int
+    q_stride: int
+    k_stride: int
+
+
+@operation(Rotate, shares_rows=True)
 def rotate(at, shared, number, num_threads, like):
-    """Fields: q, k, cos_sin, then the sizes of pointwise.rotary_embedding."""
-    op, _ = _fields(at)
+    f = read(at + FIRST, Rotate)
     first, end = _rows_of(shared, number, num_threads)
-    memory, sizes = (op[0], op[1], op[2], known(shared).positions), (op[3], op[4], op[5], op[6], op[7], op[8])
+    memory = (f.q, f.k, f.cos_sin, known(shared).positions)
+    sizes = (f.num_heads, f.num_kv_heads, f.head_size, f.rotary_size, f.q_stride, f.k_stride)
     pointwise.rotary_embedding(carray(like, 0), memory, sizes, first, end)
     return 1
 
 
-@operation(shares_rows=True)
+class StoreKV(NamedTuple):
+    k: int
+    v: int
+    k_cache: int
+    v_cache: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    block_size: int
+    k_stride: int
+    v_stride: int
+
+
+@operation(StoreKV, shares_rows=True)
 def store_kv(at, shared, number, num_threads, like):
-    """Fields: k, v, their caches, then the sizes of pointwise.store_kv."""
-    op, _ = _fields(at)
+    f = read(at + FIRST, StoreKV)
     first, end = _rows_of(shared, number, num_threads)
-    memory = (op[0], op[1], op[2], op[3], known(shared).slot_mapping)
-    pointwise.store_kv(carray(like, 0), memory, (op[4], op[5], op[6], op[7], op[8], op[9]), first, end)
+    memory = (f.k, f.v, f.k_cache, f.v_cache, known(shared).slot_mapping)
+    sizes = (f.num_kv_heads, f.head_size, f.value_size, f.block_size, f.k_stride, f.v_stride)
+    pointwise.store_kv(carray(like, 0), memory, sizes, first, end)
     return 1
 
 
-@operation(shares_rows=True)
+class SiluAndMul(NamedTuple):
+    out: int
+    gate_up: int
+    size: int
+
+
+@operation(SiluAndMul, shares_rows=True)
 def silu_and_mul(at, shared, number, num_threads, like):
-    """Fields: out, gate_up, size."""
-    op, _ = _fields(at)
+    f = read(at + FIRST, SiluAndMul)
     first, end = _rows_of(shared, number, num_threads)
-    pointwise.silu_and_mul(carray(like, 0), (op[0], op[1]), op[2], first, end)
+    pointwise.silu_and_mul(carray(like, 0), (f.out, f.gate_up), f.size, first, end)
     return 1
 
 
-@operation(shares_rows=False, has_dtype=False)
+@operation(Product, shares_rows=False, has_dtype=False)
 def product(at, shared, number, num_threads, like):
-    """Fields: those of Product without the number of rows."""
-    f, _ = _fields(at)
-    rows = known(shared).num_tokens
-    of = Product(*(f[0], f[1], f[2], f[3], f[4], f[5], rows, f[6], f[7], f[8], f[9], f[10], f[11], f[12], f[13], f[14]))
+    of = replaced(read(at + FIRST, Product), "num_rows", known(shared).num_tokens)
     num_tasks, num_chunks = panel_products.num_tasks_of(of, num_threads)
     panel_products.work(of, num_tasks, num_chunks, _counter(at))
     return 1
 
 
+class PagedAttention(NamedTuple):
+    out: int
+    q: int
+    k_cache: int
+    v_cache: int
+    alibi_slopes: int
+    num_blocks: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    value_size: int
+    q_stride: int
+    window: int
+    kind: int  # index of `Shared.plans`
+    scale: float
+
+
 @routine()
 def attention_step(at, s):
-    """Return attention's own description of one operation, in the step that Shared `s` describes.
+    """Return attention's own description of an operation at `at`, in the step that Shared `s` describes."""
+    f = read(at + FIRST, PagedAttention)
+    return Step(
+        out=f.out,
+        q=f.q,
+        k_cache=f.k_cache,
+        v_cache=f.v_cache,
+        block_tables=s.block_tables,
+        cu_seqlens_q=s.cu_seqlens_q,
+        seq_lens=s.seq_lens,
+        sinks=np.int64(0),  # type: ignore[arg-type]  # Numba takes it for the int64 that addresses are
+        alibi_slopes=f.alibi_slopes,
+        num_tokens=s.num_tokens,
+        num_seqs=s.num_seqs,
+        num_blocks=f.num_blocks,
+        max_blocks=s.max_blocks,
+        block_size=f.block_size,
+        num_heads=f.num_heads,
+        num_kv_heads=f.num_kv_heads,
+        head_size=f.head_size,
+        value_size=f.value_size,
+        q_stride=f.q_stride,
+        window=f.window,
+        scale=f.scale,
+        soft_cap=0.0,
+    )
 
-    Fields: out, q, caches, slopes, then sizes from num_blocks to window in Step's order, its index among the kinds of
-    attention, scale.
-    """
-    f, numbers = _fields(at)
-    memory = (f[0], f[1], f[2], f[3], s.block_tables, s.cu_seqlens_q, s.seq_lens, np.int64(0), f[4])
-    sizes = (s.num_tokens, s.num_seqs, f[5], s.max_blocks, f[6], f[7], f[8], f[9], f[10], f[11], f[12])
-    return Step(*(memory + sizes + (numbers[14], 0.0)))  # type: ignore[arg-type]
 
-
-@operation(shares_rows=False)
+@operation(PagedAttention, shares_rows=False)
 def paged_attention(at, shared, number, num_threads, like):
-    """Fields: those of `attention_step`."""
-    s, (f, _) = known(shared), _fields(at)
+    s, f = known(shared), read(at + FIRST, PagedAttention)
     step, kind = attention_step(at, s), carray(like, 0)
-    plan = pointer(s.plans + 24 * f[13], np.int64)
+    plan = pointer(s.plans + 24 * f.kind, np.int64)
     tasks = carray(pointer(s.tasks + 8 * TASK_SIZE * plan[0], np.int64), (plan[1], TASK_SIZE))
     partials = carray(pointer(s.partials, np.float32), s.num_partials)
     attention.work(step, kind, tasks, _counter(at), partials)
@@ -279,6 +374,4 @@ def paged_attention(at, shared, number, num_threads, like):
     return 1
 
 
-def as_field(number: float) -> int:
-    """Return the int64 field that holds a float64."""
-    return int(np.float64(number).view(np.int64))
+ROW_SIZE = len(Row._fields) + max(len(operation.fields._fields) for operation in OPERATIONS)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from kernels.cpu import panel_products
 from kernels.cpu.checks import LIKE, contiguous, require_inside
 from kernels.cpu.multiply_add import HAS_BFLOAT16
-from kernels.cpu.panels import PANEL
+from kernels.cpu.panels import PANEL, Product
 from kernels.groupwise import GroupwiseWeight
 
 ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
@@ -47,13 +47,6 @@ class PanelLinear:
     def multiplies_in_pairs(self, x_dtype: torch.dtype) -> bool:
         """Return whether the processor multiplies the weights with inputs of this dtype as they are."""
         return HAS_BFLOAT16 and self.bits == 16 and x_dtype == torch.bfloat16
-
-    @property
-    def addresses(self) -> tuple[int, int, int, int]:
-        """Return where codes, scales, offsets and bias are; 0 for what there is not."""
-        held = (self.codes, self.scales, self.offsets, self.bias)
-        codes, scales, offsets, bias = [0 if tensor is None else tensor.data_ptr() for tensor in held]
-        return codes, scales, offsets, bias
 
 
 def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PanelLinear:
@@ -98,11 +91,10 @@ def linear(x_TK: Tensor, layer: PanelLinear, out_dtype: torch.dtype | None) -> T
         raise ValueError(f"expected {layer.num_inputs} inputs a row on the CPU, not {tuple(x_TK.shape)}")
     x_TK = x_TK.contiguous()
     num_rows, dtype = x_TK.shape[0], out_dtype or x_TK.dtype
-    sizes = _sizes(num_rows, layer, dtype, x_TK.dtype)
     out_TN = torch.empty(num_rows, layer.num_outputs, dtype=dtype)
+    product = product_of(layer, out_TN.data_ptr(), x_TK.data_ptr(), num_rows, dtype, x_TK.dtype)
     if num_rows > 0:
-        memory = (out_TN.data_ptr(), x_TK.data_ptr(), *layer.addresses)
-        panel_products.linear(memory, sizes, torch.get_num_threads())
+        panel_products.linear(tuple(product), torch.get_num_threads())
     return out_TN
 
 
@@ -110,23 +102,41 @@ def embedding(token_ids_T: Tensor, layer: PanelLinear, dtype: torch.dtype) -> Te
     """See `kernels.backend`. Raises IndexError on a token (int64) without a row."""
     token_ids_T = contiguous(token_ids_T, torch.int64)
     require_inside("id", token_ids_T, 0, layer.num_outputs)
-    sizes = _sizes(len(token_ids_T), layer, dtype, dtype)
     out_TK = torch.empty(len(token_ids_T), layer.num_inputs, dtype=dtype)
-    panel_products.embedding((out_TK.data_ptr(), 0, *layer.addresses), sizes, token_ids_T.numpy())
+    product = product_of(layer, out_TK.data_ptr(), 0, len(token_ids_T), dtype, dtype)
+    panel_products.embedding(tuple(product), token_ids_T.numpy())
     return out_TK
 
 
-def _sizes(num_rows: int, layer: PanelLinear, out_dtype: torch.dtype, x_dtype: torch.dtype) -> tuple[int, ...]:
-    """Return the fields of `panel_products.Product` from num_rows on."""
+def product_of(
+    layer: PanelLinear, out: int, x: int, num_rows: int, out_dtype: torch.dtype, x_dtype: torch.dtype
+) -> Product:
+    """Return the product of rows at the address `x` with a layer, to be written to the address `out`."""
     for dtype in (out_dtype, x_dtype):
         if dtype not in LIKE:
             raise ValueError(f"activations on the CPU are float32 or bfloat16, not {dtype}")
-    return (
-        *(num_rows, layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits),
-        *(out_dtype.itemsize, x_dtype.itemsize),
-        *(0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)),
-        int(layer.multiplies_in_pairs(x_dtype)),
+    return Product(
+        out=out,
+        x=x,
+        codes=layer.codes.data_ptr(),
+        scales=_address_of(layer.scales),
+        offsets=_address_of(layer.offsets),
+        bias=_address_of(layer.bias),
+        num_rows=num_rows,
+        num_outputs=layer.num_outputs,
+        num_inputs=layer.num_inputs,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        out_bytes=out_dtype.itemsize,
+        x_bytes=x_dtype.itemsize,
+        scale_bytes=0 if layer.scales is None else layer.scales.itemsize,
+        offset_bytes=0 if layer.offsets is None else layer.offsets.itemsize,
+        in_pairs=int(layer.multiplies_in_pairs(x_dtype)),
     )
+
+
+def _address_of(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _padded_bias(bias_N: Tensor | None) -> Tensor | None:

@@ -135,9 +135,9 @@ def _work_in_parallel(product, num_tasks, num_chunks, next_task, num_workers):
 
 
 @kernel()
-def linear(addresses, sizes, num_threads):
-    """Compute the product that `addresses` and `sizes` describe in the order of `Product`'s fields."""
-    product = Product(*(addresses + sizes))
+def linear(fields, num_threads):
+    """Compute the product that the tuple `fields` describes."""
+    product = Product(*fields)
     num_workers = num_threads
     if product.num_rows * product.num_outputs * product.num_inputs < LEAST_PARALLEL_WORK:
         num_workers = 1
@@ -170,10 +170,9 @@ def _fill_row(product, output, row_K):
             row_K[k] = lane(fma(splat(np.float32(code)), scale, offset), 0)
 
 
-@kernel()
-def embedding(addresses, sizes, token_ids_T):
-    """Write the weights of the outputs `token_ids_T`, a row each."""
-    product = Product(*(addresses + sizes))
+@routine()
+def write_rows(product, token_ids_T):
+    """Write the weights of the outputs `token_ids_T`, a row each, into the product's out."""
     out, out_bfloat16 = pointer(product.out, np.float32), pointer(product.out, np.uint16)
     row_K = np.empty(product.num_inputs, np.float32)
     for token in range(len(token_ids_T)):
@@ -184,3 +183,9 @@ def embedding(addresses, sizes, token_ids_T):
                 store_part(out, target, count, load_part(row_K, k, count))
             else:
                 store_part(out_bfloat16, target, count, load_part(row_K, k, count))
+
+
+@kernel()
+def embedding(fields, token_ids_T):
+    """Write the weights of the outputs `token_ids_T`, a row each, where the tuple `fields` of a Product says."""
+    write_rows(Product(*fields), token_ids_T)

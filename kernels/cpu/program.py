@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import operations
+from kernels.cpu import operations, panel_linear
 from kernels.cpu.checks import (
     address_of_heads,
     contiguous,
@@ -22,12 +22,13 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.operations import OPERATIONS, Operation, Row, as_field
+from kernels.cpu.operations import OPERATIONS, ROW_SIZE, Fields, Operation, Row
 from kernels.cpu.panel_linear import PanelLinear
+from kernels.cpu.panels import Product
 from kernels.cpu.program_kernels import DONE, NO_MEMORY, run
+from kernels.cpu.records import words_of
 
 NO_WINDOW = 2**40
-ROW_SIZE = 20
 CALL_PRODUCTS = 2 * 10**9  # multiply-adds, about a tenth of a second's work
 MEETS, KIND = Row._fields.index("meets"), Row._fields.index("kind")
 
@@ -71,13 +72,13 @@ class Program:
         if isinstance(weight, PanelLinear):
             self._require(out_TE)
             num_ids, size = weight.num_outputs, weight.num_inputs
-            self._append(operations.panel_embedding, [out_TE, out_TE], *_fields_of(weight, out_TE, out_TE))
-            self._held.append(weight)
+            self._append(operations.panel_embedding, self._product_of(weight, out_TE, out_TE))
         else:
             self._require(out_TE, weight)
             require_contiguous(weight)
             num_ids, size = weight.shape
-            self._append(operations.embedding, [out_TE, weight], size)
+            fields = operations.Embedding(out=self._at(out_TE), weight=self._at(weight), size=size)
+            self._append(operations.embedding, fields)
         require_shape("out", out_TE, (self.num_rows, size))
         require_contiguous(out_TE)
         self._num_ids = min(self._num_ids, num_ids)
@@ -87,7 +88,7 @@ class Program:
         require_contiguous(out_TE)
         if out_TE.dtype != torch.float32:
             raise ValueError(f"what is cleared is {out_TE.dtype}, float32 is needed")
-        self._append(operations.clear, [out_TE], out_TE.shape[1])
+        self._append(operations.clear, operations.Clear(out=self._at(out_TE), size=out_TE.shape[1]))
 
     def add_rms_norm(self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, out_TE: Tensor) -> None:
         self._require(x_TE, weight_E, out_TE)
@@ -97,7 +98,15 @@ class Program:
         require_contiguous(x_TE, residual_TE, weight_E, out_TE)
         if residual_TE.dtype != torch.float32:
             raise ValueError(f"the residual is {residual_TE.dtype}, float32 is needed")
-        self._append(operations.add_rms_norm, [out_TE, x_TE, residual_TE, weight_E], x_TE.shape[1], as_field(eps))
+        fields = operations.AddRMSNorm(
+            out=self._at(out_TE),
+            x=self._at(x_TE),
+            residual=self._at(residual_TE),
+            weight=self._at(weight_E),
+            size=x_TE.shape[1],
+            eps=eps,
+        )
+        self._append(operations.add_rms_norm, fields)
 
     def rms_norm(self, x_THD: Tensor, weight_D: Tensor, eps: float, out_THD: Tensor) -> None:
         self._require(x_THD, weight_D, out_THD)
@@ -106,8 +115,16 @@ class Program:
         require_shape("out", out_THD, tuple(x_THD.shape))
         require_contiguous(weight_D, out_THD)
         _require_dense_heads(x_THD)
-        sizes = (num_heads, x_THD.stride(0), head_size)
-        self._append(operations.rms_norm, [out_THD, x_THD, weight_D], *sizes, as_field(eps))
+        fields = operations.RMSNorm(
+            out=self._at(out_THD),
+            x=self._at(x_THD),
+            weight=self._at(weight_D),
+            num_heads=num_heads,
+            token_stride=x_THD.stride(0),
+            size=head_size,
+            eps=eps,
+        )
+        self._append(operations.rms_norm, fields)
 
     def linear(self, x_TE: Tensor, layers: Sequence[PanelLinear], out_TN: Tensor) -> None:
         """Write the products with several layers side by side."""
@@ -123,7 +140,10 @@ class Program:
                 self._of_parts[number, size] = self.new(size)
             part_TN = self._of_parts[number, size]
             self._product(x_TE, layer, part_TN)
-            self._append(operations.copy, [out_TN[:, first:], part_TN], size, out_TN.shape[1])
+            fields = operations.Copy(
+                out=self._at(out_TN[:, first:]), x=self._at(part_TN), size=size, out_stride=out_TN.shape[1]
+            )
+            self._append(operations.copy, fields)
             first += size
 
     def rotate_and_store_kv(
@@ -142,8 +162,18 @@ class Program:
         num_positions, rotary_size = cos_sin_PR.shape
         if rotary_size > head_size or rotary_size % 2 != 0 or cos_sin_PR.dtype != torch.float32:
             raise ValueError(f"cos_sin has {rotary_size} columns of {cos_sin_PR.dtype} for heads of {head_size}")
-        sizes = (num_heads, k_TKD.shape[1], head_size, rotary_size, q_THD.stride(0), k_TKD.stride(0))
-        self._append(operations.rotate, [q_THD, k_TKD, cos_sin_PR], *sizes)
+        fields = operations.Rotate(
+            q=self._at(q_THD),
+            k=self._at(k_TKD),
+            cos_sin=self._at(cos_sin_PR),
+            num_heads=num_heads,
+            num_kv_heads=k_TKD.shape[1],
+            head_size=head_size,
+            rotary_size=rotary_size,
+            q_stride=q_THD.stride(0),
+            k_stride=k_TKD.stride(0),
+        )
+        self._append(operations.rotate, fields)
         self._num_positions = min(self._num_positions, num_positions)
         self.store_kv(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD)
 
@@ -156,8 +186,19 @@ class Program:
         require_shape("v", v_TKD, (self.num_rows, num_kv_heads, value_size))
         require_shape("v_cache", v_cache_NKPD, (num_blocks, num_kv_heads, block_size, value_size))
         require_contiguous(k_cache_NKDP, v_cache_NKPD)
-        sizes = (num_kv_heads, head_size, value_size, block_size, k_TKD.stride(0), v_TKD.stride(0))
-        self._append(operations.store_kv, [k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD], *sizes)
+        fields = operations.StoreKV(
+            k=self._at(k_TKD),
+            v=self._at(v_TKD),
+            k_cache=self._at(k_cache_NKDP),
+            v_cache=self._at(v_cache_NKPD),
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            value_size=value_size,
+            block_size=block_size,
+            k_stride=k_TKD.stride(0),
+            v_stride=v_TKD.stride(0),
+        )
+        self._append(operations.store_kv, fields)
         self._num_slots = min(self._num_slots, num_blocks * block_size)
 
     def paged_attention(
@@ -188,14 +229,31 @@ class Program:
         if sizes not in self._kinds:
             self._kinds[sizes] = len(self._kinds)
             self._first_of_kind.append(len(self._rows))
-        memory = [out_THD, q_THD, k_cache_NKDP, v_cache_NKPD]
-        self._append(operations.paged_attention, memory, slopes, *sizes, self._kinds[sizes], as_field(scale))
+        fields = operations.PagedAttention(
+            out=self._at(out_THD),
+            q=self._at(q_THD),
+            k_cache=self._at(k_cache_NKDP),
+            v_cache=self._at(v_cache_NKPD),
+            alibi_slopes=slopes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            value_size=value_size,
+            q_stride=q_THD.stride(0),
+            window=window,
+            kind=self._kinds[sizes],
+            scale=scale,
+        )
+        self._append(operations.paged_attention, fields)
 
     def silu_and_mul(self, gate_up_T2I: Tensor, out_TI: Tensor) -> None:
         self._require(gate_up_T2I, out_TI)
         require_contiguous(gate_up_T2I, out_TI)
         require_shape("gate_up", gate_up_T2I, (self.num_rows, 2 * out_TI.shape[1]))
-        self._append(operations.silu_and_mul, [out_TI, gate_up_T2I], out_TI.shape[1])
+        fields = operations.SiluAndMul(out=self._at(out_TI), gate_up=self._at(gate_up_T2I), size=out_TI.shape[1])
+        self._append(operations.silu_and_mul, fields)
 
     def end_layer(self) -> None:
         """Let a run come back to Python here if it has done much."""
@@ -267,28 +325,29 @@ class Program:
     def _product(self, x_TK: Tensor, layer: PanelLinear, out_TN: Tensor) -> None:
         self._require(x_TK, out_TN)
         require_shape("x", x_TK, (self.num_rows, layer.num_inputs))
-        self._append(operations.product, [out_TN, x_TK], *_fields_of(layer, out_TN, x_TK))
-        self._held.append(layer)
+        self._append(operations.product, self._product_of(layer, out_TN, x_TK))
         self._num_weights += layer.num_outputs * layer.num_inputs
 
-    def _append(self, operation: Operation, memory: Sequence[Tensor], *sizes: int) -> None:
+    def _append(self, operation: Operation[Fields], fields: Fields) -> None:
         begin = Row(operation.compiled(self.dtype), meets=False, kind=operation.number, next_task=0)
-        row = [*begin, *(tensor.data_ptr() for tensor in memory), *sizes]
+        row = [*begin, *words_of(fields)]
         self._rows.append(row + [0] * (ROW_SIZE - len(row)))
-        self._held.extend(memory)
         self._arrays = None
+
+    def _at(self, tensor: Tensor) -> int:
+        """Return the address of a tensor, which the program holds from now on."""
+        self._held.append(tensor)
+        return tensor.data_ptr()
+
+    def _product_of(self, layer: PanelLinear, out_TN: Tensor, x_TK: Tensor) -> Product:
+        """Return the product of rows with a layer, but for the number of rows, which a run knows."""
+        self._held.append(layer)
+        return panel_linear.product_of(layer, self._at(out_TN), self._at(x_TK), 0, out_TN.dtype, x_TK.dtype)
 
     def _require(self, *tensors: Tensor) -> None:
         like(*tensors)
         if tensors[0].dtype is not self.dtype:
             raise ValueError(f"a tensor of {tensors[0].dtype} does not belong into this program")
-
-
-def _fields_of(layer: PanelLinear, out_TN: Tensor, x_TK: Tensor) -> tuple[int, ...]:
-    """Return the fields of a product that follow the addresses of out and x."""
-    sizes = (layer.num_outputs, layer.num_inputs, layer.group_size, layer.bits, out_TN.itemsize, x_TK.itemsize)
-    factor_bytes = [0 if factors is None else factors.itemsize for factors in (layer.scales, layer.offsets)]
-    return *layer.addresses, *sizes, *factor_bytes, int(layer.multiplies_in_pairs(x_TK.dtype))
 
 
 def _require_dense_heads(*tensors: Tensor) -> None:

@@ -63,8 +63,8 @@ def test_pairs_of_bfloat16_are_multiplied_as_one_by_one(num_outputs: int, num_in
     """What only processors with such an instruction do, done here without it."""
     layer = panel_linear.pack_bfloat16(draw(num_outputs, num_inputs, dtype=BFLOAT16), draw(num_outputs))
     x, out = draw(rows, num_inputs, dtype=BFLOAT16), torch.empty(rows, num_outputs)
-    sizes = (rows, num_outputs, num_inputs, 0, 16, out.itemsize, x.itemsize, 0, 0)
-    panel_products.linear((out.data_ptr(), x.data_ptr(), *layer.addresses), (*sizes, 1), 1)
+    product = panel_linear.product_of(layer, out.data_ptr(), x.data_ptr(), rows, out.dtype, x.dtype)
+    panel_products.linear(tuple(product._replace(in_pairs=1)), 1)
     assert torch.equal(out, panel_linear.linear(x, layer, FLOAT32))
 
 
