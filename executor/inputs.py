@@ -17,3 +17,8 @@ class StepInputs:
     cu_seqlens_q: Tensor  # int32, S + 1 offsets into T
     seq_lens_S: Tensor  # int32, tokens with KV, this step's included
     block_tables_SM: Tensor  # int32, padded with 0
+
+    def require_rows(self, x_TE: Tensor) -> None:
+        """Raise ValueError if the rows of `x_TE` cannot be the step's tokens."""
+        if len(x_TE) != len(self.token_ids_T):
+            raise ValueError(f"{len(x_TE)} rows in a step of {len(self.token_ids_T)} tokens")

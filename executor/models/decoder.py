@@ -65,7 +65,7 @@ class Attention(Module):
 
     def forward(self, x_TE: Tensor, inputs: StepInputs, cos_sin_PR: Tensor, kv_cache: tuple[Tensor, Tensor]) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        qkv_TXD = self.qkv_proj(x_TE).view(-1, sum(heads), self.head_dim)  # X heads of all three
+        qkv_TXD = self.qkv_proj(x_TE, inputs).view(-1, sum(heads), self.head_dim)  # X heads of all three
         q_THD, k_TKD, v_TKD = torch.split(qkv_TXD, heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
@@ -85,7 +85,7 @@ class Attention(Module):
             self.sliding_window,
             alibi_slopes_H=self.alibi_slopes_H,
         )
-        return self.o_proj(out_THD.flatten(1))
+        return self.o_proj(out_THD.flatten(1), inputs)
 
 
 class MLP(Module):
@@ -96,8 +96,8 @@ class MLP(Module):
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, (inner, inner), config.mlp_bias, parallel, backend)
         self.down_proj = RowParallelLinear(inner, config.hidden_size, config.mlp_bias, parallel, backend)
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x_TE)))
+    def forward(self, x_TE: Tensor, inputs: StepInputs) -> Tensor:
+        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x_TE, inputs)), inputs)
 
 
 class DecoderLayer(Module):
@@ -125,7 +125,7 @@ class DecoderLayer(Module):
     ) -> Tensor:
         """Return what the layer has still to add to the residual; what came in is added to it here."""
         x_TE = self.self_attn(self.input_layernorm.add(x_TE, residual_TE), inputs, cos_sin_PR, kv_cache)
-        return self.mlp(self.post_attention_layernorm.add(x_TE, residual_TE))
+        return self.mlp(self.post_attention_layernorm.add(x_TE, residual_TE), inputs)
 
 
 class DecoderStack(Module):

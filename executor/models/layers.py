@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from executor.inputs import StepInputs
 from executor.models.split import num_kv_heads_of_rank
 from executor.parallel import TensorParallel
 from executor.shards import Shard
@@ -94,15 +95,24 @@ class Linear(WeightModule):
         self.packed = [self.backend.pack_linear(weight, own) for weight, own in zip(weights, biases, strict=True)]
         del self.weight, self.bias
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self._product(x_TE)
-
     def _product(self, x_TE: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         products = [self.backend.linear(x_TE, packed, out_dtype) for packed in self.packed]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
-class ColumnParallelLinear(Linear):
+class StepLinear(Linear):
+    """A product with all rows of a step: row i of its input belongs to token i."""
+
+    def forward(self, x_TE: Tensor, inputs: StepInputs) -> Tensor:
+        return self._product_of_step(x_TE, inputs)
+
+    def _product_of_step(self, x_TE: Tensor, inputs: StepInputs) -> Tensor:
+        """Return the product. `inputs` says whose row each is, for terms that differ by row."""
+        inputs.require_rows(x_TE)
+        return self._product(x_TE)
+
+
+class ColumnParallelLinear(StepLinear):
     """Each rank has its share of the output features; several layers of equal split may be fused into one."""
 
     def __init__(
@@ -116,7 +126,7 @@ class ColumnParallelLinear(Linear):
         return self._shards
 
 
-class QKVParallelLinear(Linear):
+class QKVParallelLinear(StepLinear):
     """Queries, keys and values of this rank's heads; with fewer KV heads than ranks, several ranks hold one."""
 
     def __init__(
@@ -141,7 +151,7 @@ class QKVParallelLinear(Linear):
         return self._shards
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(StepLinear):
     """Each rank has its share of the input features; the ranks' products are summed."""
 
     def __init__(
@@ -155,8 +165,8 @@ class RowParallelLinear(Linear):
     def shards(self, leaf: str) -> tuple[Shard, ...]:
         return (self._shards[leaf],)
 
-    def forward(self, x_TE: Tensor) -> Tensor:
-        return self.parallel.sum(self._product(x_TE))
+    def forward(self, x_TE: Tensor, inputs: StepInputs) -> Tensor:
+        return self.parallel.sum(self._product_of_step(x_TE, inputs))
 
 
 class VocabParallelEmbedding(WeightModule):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from executor.checkpoint import Checkpoint
 from executor.models import LoadedModel, read_model_config
+from executor.models.borrowed.attention import CurrentStep
 from executor.models.borrowed.decoder import pack_products
 from executor.models.renaming import renamed
 from executor.quantization import round_weight
@@ -140,7 +141,7 @@ class Chooser(nn.Module):
 
 def test_what_chooses_experts_stays_plain() -> None:
     model: Any = Chooser()
-    pack_products(model, reference, rounded_bits=8, progress=lambda: None)
+    pack_products(model, CurrentStep(reference), rounded_bits=8, progress=lambda: None)
     forms = [layer.packed.form.startswith("8-bit") for layer in (model.router.layer, model.gate_proj, model.few)]
     assert forms == [False, True, False]
 

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from executor.inputs import StepInputs
 from executor.memory import KVCaches, KVShape
-from kernels.backend import Backend
+from kernels.backend import Backend, PackedLinear
 
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences
 
@@ -52,6 +52,11 @@ class CurrentStep:
     backend: Backend
     inputs: StepInputs | None = None
     kv_caches: KVCaches | None = None
+
+    def linear(self, x: Tensor, packed: PackedLinear, out_dtype: torch.dtype | None) -> Tensor:
+        """Return the product of rows with a layer: of all the step's tokens, or of those that an expert is given."""
+        out_TN = self.backend.linear(x.reshape(-1, x.shape[-1]), packed, out_dtype)
+        return out_TN.view(*x.shape[:-1], -1)
 
 
 class PagedLayer:

@@ -15,7 +15,7 @@ from executor.models.borrowed.attention import CurrentStep, PagedLayer
 from executor.models.borrowed.config import BorrowedConfig
 from executor.models.interface import watch_each
 from executor.quantization import round_weight
-from kernels.backend import Backend, PackedLinear
+from kernels.backend import PackedLinear
 from kernels.groupwise import GroupwiseWeight
 
 # T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
@@ -27,24 +27,23 @@ logger = logging.getLogger(__name__)
 
 
 class BackendLinear(nn.Module):
-    """A linear layer whose product is the backend's.
+    """A linear layer whose product is that of the current step.
 
-    `weight` has no values: it is there for modelling code that asks for its dtype or shape.
+    `weight` has no values: modelling code asks for its dtype or shape.
     """
 
     def __init__(
-        self, packed: PackedLinear, weight: Tensor, backend: Backend, out_dtype: torch.dtype | None = None
+        self, packed: PackedLinear, weight: Tensor, current: CurrentStep, out_dtype: torch.dtype | None = None
     ) -> None:
         """`packed` was made of `weight`; `out_dtype` is that of the result, None takes the input's."""
         super().__init__()
         self.weight = weight.to("meta")
         self.packed = packed
-        self.backend = backend
+        self.current = current
         self.out_dtype = out_dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        out_TN = self.backend.linear(x.reshape(-1, x.shape[-1]), self.packed, self.out_dtype)
-        return out_TN.view(*x.shape[:-1], -1)
+        return self.current.linear(x, self.packed, self.out_dtype)
 
 
 class BorrowedDecoder(nn.Module):
@@ -54,11 +53,12 @@ class BorrowedDecoder(nn.Module):
     model itself with its body replaced by one that returns what it is given.
     """
 
-    def __init__(self, config: BorrowedConfig, causal_model: Any, backend: Backend) -> None:
+    def __init__(self, config: BorrowedConfig, causal_model: Any, current: CurrentStep) -> None:
+        """`current` is what the causal model's packed layers have as well."""
         super().__init__()
         self.config = config
         self.causal_model = causal_model
-        self.current = CurrentStep(backend)
+        self.current = current
         self.kv_shapes: list[KVShape] = config.kv_shapes
         self.num_layers = len(config.layers)
         self.vocab_size = config.vocab_size
@@ -107,7 +107,7 @@ class _GivenHidden(nn.Module):
         return self._output(last_hidden_state=inputs_embeds)
 
 
-def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, progress: Callable[[], None]) -> None:
+def pack_products(model: Any, current: CurrentStep, *, rounded_bits: int | None, progress: Callable[[], None]) -> None:
     """Replace the linear layers of a causal model by packed ones, each letting go of its raw weight.
 
     Only modules whose forward is the plain product are replaced; the head's result is float32. Weights are
@@ -124,18 +124,20 @@ def pack_products(model: Any, backend: Backend, *, rounded_bits: int | None, pro
                 weight_NK = child.weight.detach().T.contiguous() if type(child) is Conv1D else child.weight.detach()
                 bits = None if child is head else rounded_bits
                 form = weight_NK if bits is None else _rounded(f"{path}.{name}", weight_NK, bits)
-                packed[id(child)] = packed_linear(child, form, backend, is_head=child is head)
+                packed[id(child)] = packed_linear(child, form, current, is_head=child is head)
                 del child.weight  # a tied one stays with the embedding
                 progress()
             setattr(parent, name, packed[id(child)])
 
 
-def packed_linear(linear: Any, weight: Tensor | GroupwiseWeight, backend: Backend, *, is_head: bool) -> BackendLinear:
+def packed_linear(
+    linear: Any, weight: Tensor | GroupwiseWeight, current: CurrentStep, *, is_head: bool
+) -> BackendLinear:
     """Return what takes the place of a linear layer, given its weight (N outputs, K inputs) on its device."""
     device = weight.device if isinstance(weight, Tensor) else weight.codes_NB.device
     bias_N = None if linear.bias is None else linear.bias.detach().to(device)
     out_dtype = torch.float32 if is_head else None
-    return BackendLinear(backend.pack_linear(weight, bias_N), linear.weight.detach(), backend, out_dtype)
+    return BackendLinear(current.backend.pack_linear(weight, bias_N), linear.weight.detach(), current, out_dtype)
 
 
 def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeight:

@@ -14,7 +14,7 @@ from executor.checkpoint import Checkpoint, checkpoint_files, listed
 from executor.inputs import StepInputs
 from executor.memory import allocate_kv_caches
 from executor.models.borrowed import attention
-from executor.models.borrowed.attention import UnsupportedModelError
+from executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
 from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
 from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
 from executor.models.borrowed.notices import quiet, silence_padding_notice
@@ -54,25 +54,27 @@ def load_borrowed(
     `rounded_bits` are those to which the weights of linear layers are rounded, the head's excepted. Raises ValueError
     as load_model does, and if the filled model does not compute what it computes with transformers' own attention.
     """
+    current = CurrentStep(backend)
     if load_format == "dummy":
         causal_model = _dummy(config, dtype, seed, device)
     else:
-        causal_model = _read(directory, config, dtype, backend, device, progress)
+        causal_model = _read(directory, config, dtype, current, device, progress)
     make_rotary_static(causal_model, max_model_len)
     silence_padding_notice(causal_model)
     num_products = sum(is_product(module) for module in causal_model.modules())
     with _bar("packing weights", num_products, progress) as bar:
-        pack_products(causal_model, backend, rounded_bits=rounded_bits, progress=bar.update)
+        pack_products(causal_model, current, rounded_bits=rounded_bits, progress=bar.update)
     if rounded_bits and (stacked := sum(weight.nbytes for weight in causal_model.parameters() if weight.ndim == 3)):
         logger.warning("%.1f MiB of stacked experts stay plain: only linear layers are rounded", stacked / 2**20)
-    trial = BorrowedDecoder(config, causal_model, reference)  # whose attention does not have to be compiled
+    # The reference's attention does not have to be compiled.
+    trial = BorrowedDecoder(config, causal_model, CurrentStep(reference))
     deviation = assert_agrees(trial, dtype, max_model_len, device)
     logger.info(
         "%s runs through transformers' modelling code; a trial deviates by %.1g from its own attention",
         config.architecture,
         deviation,
     )
-    return BorrowedDecoder(config, causal_model, backend)
+    return BorrowedDecoder(config, causal_model, current)
 
 
 def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> float:
@@ -115,7 +117,7 @@ def _read(
     directory: Path,
     config: BorrowedConfig,
     dtype: torch.dtype,
-    backend: Backend,
+    current: CurrentStep,
     device: torch.device,
     progress: bool | None,
 ) -> Any:
@@ -139,7 +141,7 @@ def _read(
             state = state_to_load(checkpoint, packed, skeleton, dtype)
             causal_model = _from_pretrained(directory, config, dtype, progress, None, state_dict=state)
             with _bar("reading packed weights", len(packed), progress) as bar:
-                pack_stored(causal_model, checkpoint, packed, backend, device, bar.update)
+                pack_stored(causal_model, checkpoint, packed, current, device, bar.update)
     return causal_model.to(device).requires_grad_(False)
 
 

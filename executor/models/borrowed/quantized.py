@@ -12,11 +12,10 @@ from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from executor.checkpoint import Checkpoint, listed
-from executor.models.borrowed.attention import UnsupportedModelError
+from executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
 from executor.models.borrowed.decoder import is_product, packed_linear
 from executor.quantization.groups import to_device
 from executor.shards import Shard
-from kernels.backend import Backend
 
 
 class StoredTensor:
@@ -63,7 +62,7 @@ def pack_stored(
     model: Any,
     checkpoint: Checkpoint,
     packed: Mapping[str, str],
-    backend: Backend,
+    current: CurrentStep,
     device: torch.device,
     progress: Callable[[], None],
 ) -> None:
@@ -79,7 +78,7 @@ def pack_stored(
             shape.reverse()
         weight = checkpoint.read_groupwise(name, Shard(shape[0]), shape)
         assert weight is not None
-        model.set_submodule(path, packed_linear(linear, to_device(weight, device), backend, is_head=linear is head))
+        model.set_submodule(path, packed_linear(linear, to_device(weight, device), current, is_head=linear is head))
         progress()
 
 
