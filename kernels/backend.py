@@ -25,15 +25,15 @@ MASKED_LOGIT = -1e30  # of a token that is forbidden: finite after division by t
 
 
 class PackedLinear(Protocol):
-    """A linear layer in the form that its products take: only the backend that made it looks inside."""
+    """A linear layer in the form that its backend multiplies with. No other code looks inside."""
 
     @property
     def form(self) -> str:
-        """What it is, in words."""
+        """Return the form in words."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Return the memory that the layer takes."""
 
 
 class Compilation(NamedTuple):
@@ -120,7 +120,7 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """Functions that a module of this package has: first what the start of an executor asks, then those of a model."""
+    """The functions of a module: first those that the start of an executor calls, then those that a model calls."""
 
     def kv_dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, ...]:
         """Return the dtypes that a KV cache may have where activations have `dtype`."""
@@ -159,11 +159,11 @@ class Backend(Protocol):
     ) -> None:
         """Rotate queries in place and keys on their way into the cache; store keys and values as `store_kv` does.
 
-        What is left in k is undefined. The rotation is by positions (int64) and in float32. cos_sin_PR (float32) has a
-        row for each position: R / 2 cosines, then R / 2 sines. Component i of the first R is paired with i + R / 2 (as
-        in GPT-NeoX and Llama); components from R on stay. q, k and v may be slices of one tensor, as long as the heads
-        of a token lie side by side. Raises ValueError as `store_kv` does; on the CPU IndexError on a position that the
-        table lacks.
+        The content of k is undefined afterwards. The rotation is by positions (int64) and in float32. cos_sin_PR
+        (float32) has a row for each position: R / 2 cosines, then R / 2 sines. Component i of the first R is paired
+        with i + R / 2 (as in GPT-NeoX and Llama); components from R on stay. q, k and v may be slices of one tensor, as
+        long as the heads of a token lie side by side. Raises ValueError as `store_kv` does; on the CPU IndexError on a
+        position that the table lacks.
         """
 
     def paged_attention(
@@ -184,8 +184,8 @@ class Backend(Protocol):
 
         The queries of sequence s are the tokens cu_seqlens_q[s] to cu_seqlens_q[s + 1] (int32, S + 1; at least one),
         the last of its seq_lens_S[s] tokens (int32), whose keys and values are already stored in the blocks
-        block_tables_SM[s] (int32). Query i of n stands at position seq_len - n + i and sees itself and what is before
-        it; with a sliding window of w, the last w positions, itself included. H is a multiple of K: head h uses
+        block_tables_SM[s] (int32). Query i of n stands at position seq_len - n + i. It sees the positions up to
+        its own; with a sliding window of w, only the last w of them. H is a multiple of K: head h uses
         key/value head h // (H / K).
 
         A score is scale * (q . k); with a soft cap c it becomes c * tanh(score / c); with ALiBi (float32) slope *
@@ -222,8 +222,9 @@ class Backend(Protocol):
         one kind a row names no token twice. First a bias is added to its logit. Then forbidden logits become
         MASKED_LOGIT. Then the row's penalties (float32: repetition, frequency, presence) apply to counted tokens: a
         logit above 0 is divided by the repetition penalty and any other multiplied with it, less the frequency penalty
-        times the count, less the presence penalty if that is above 0. An entry of a token that the vocabulary lacks is
-        skipped. Raises ValueError on other shapes or dtypes; on the CPU IndexError on bounds or rows that lie outside.
+        times the count, less the presence penalty if the count is above 0. An entry of a token that the vocabulary
+        lacks is skipped. Raises ValueError on other shapes or dtypes; on the CPU IndexError on bounds or rows that lie
+        outside.
         """
 
     def scale_to_probs(self, logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
@@ -232,11 +233,11 @@ class Backend(Protocol):
     def draw(self, probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, uniform_R: Tensor) -> Tensor:
         """Return a token of each row (int64), drawn by inverse CDF in the order of token ids.
 
-        probs_RV (float32) need not add up to 1. Kept are the tokens with at least min_p times the largest probability;
-        of these the top_k likeliest (int64; 0: all); of these the likeliest of which those before have less than top_p
-        of the mass that is left. Among equals the lower token id counts as the likelier. uniform_R lies in [0, 1); it,
-        top_p_R and min_p_R are float64. A token of probability 0 is never drawn. Raises ValueError on other shapes or
-        dtypes.
+        probs_RV (float32) need not add up to 1. Three limits follow one another: min_p keeps the tokens with at least
+        min_p times the largest probability; top_k (int64; 0: all) keeps the likeliest of them; top_p keeps a token
+        while the likelier ones have less than top_p of the mass that is left. Among equals the lower token id counts as
+        the likelier. uniform_R lies in [0, 1); uniform_R, top_p_R and min_p_R are float64. A token of probability 0 is
+        never drawn. Raises ValueError on other shapes or dtypes.
         """
 
     def uniform(self, seed_R: Tensor, position_R: Tensor, purpose: int) -> Tensor:
@@ -249,7 +250,7 @@ class Backend(Protocol):
     def largest(self, logits_RV: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's largest logit (float32), a NaN if there is one, and its token (int64), the first of equals.
 
-        The token of a row with a NaN is any.
+        A row with a NaN may get any token.
         """
 
     def rank(self, scores_RV: Tensor, token_ids_R: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from kernels.backend import Backend
 from kernels.gpu import Gpu, find_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-LEAST_CAPABILITY = (8, 0)  # of the GPUs that the Triton kernels are compiled for; AMD's call themselves 9 and more
+LEAST_CAPABILITY = (8, 0)  # of GPUs for which Triton kernels are compiled; AMD's GPUs say 9 and more
 
 
 class ChosenBackend(NamedTuple):
     name: str
     backend: Backend
-    device: torch.device  # where the model's tensors are to be
+    device: torch.device  # of the model's tensors
 
 
 def available_backends(gpu: Gpu | None = None) -> dict[str, torch.device]:
@@ -44,8 +44,8 @@ def available_backends(gpu: Gpu | None = None) -> dict[str, torch.device]:
 def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
     """Return the backend that an operator asked for by name; "auto" is the best one.
 
-    `gpu` is what `find_gpu` finds. Raises ValueError, naming those that this machine has, for any other, and for
-    "auto" where there is a GPU that torch cannot use: nobody wants to serve on the CPU beside one by mistake.
+    `gpu` is what `find_gpu` finds. Raises ValueError for a backend that this machine lacks, and names the others; also
+    for "auto" where torch cannot use the machine's GPU: nobody wants to serve on the CPU beside a GPU by mistake.
     """
     gpu = gpu or find_gpu()
     if name == "auto" and gpu.is_broken:

@@ -1,4 +1,4 @@
-"""Whether torch can use a GPU of this machine, and if there is one that it cannot, why."""
+"""Whether torch can use a GPU of this machine, and if not, why."""
 
 import os
 import warnings
@@ -10,28 +10,28 @@ import torch
 
 ROOT = Path("/")
 NO_COMPLAINT = ""
-NO_GPU = "No CUDA GPUs are available"  # torch, of a driver that works
+NO_GPU = "No CUDA GPUs are available"  # torch's words where the driver works
 DRIVER_FILES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/kfd")  # of NVIDIA's driver, and of AMD's
 HIDING_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 HIDES_ALL = ("", "-1", "NoDevFiles")
 
 
 class Gpu(NamedTuple):
-    """What torch makes of this machine's GPUs."""
+    """What torch says about this machine's GPUs."""
 
-    capability: tuple[int, int] | None  # of one that can be used
-    complaint: str = ""  # what torch says where it can use none
+    capability: tuple[int, int] | None  # of a GPU that torch can use
+    complaint: str = ""  # torch's words where it can use no GPU
     is_present: bool = False  # there is a driver, and nobody hid its devices
     is_expected: bool = False  # torch was built for a GPU
 
     @property
     def is_broken(self) -> bool:
-        """Whether a GPU is there, and a torch that was built for one, and the two do not match."""
+        """Whether the machine has a GPU and torch was built for a GPU, but the two do not match."""
         return self.capability is None and self.is_present and self.is_expected and self.complaint != NO_GPU
 
 
 class Cuda(Protocol):
-    """What is asked of `torch.cuda`, which also stands for ROCm."""
+    """The part of `torch.cuda` (which also stands for ROCm) that is used here."""
 
     def is_available(self) -> bool: ...
     def init(self) -> None: ...
@@ -47,7 +47,7 @@ def find_gpu(
 ) -> Gpu:
     """Return what this machine has; the arguments are for tests."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what it warns of is said in `complaint`
+        warnings.simplefilter("ignore")  # `complaint` says what torch warns of
         complaint = _complaint(cuda)
         if cuda.is_available() and complaint == NO_COMPLAINT:
             return Gpu(cuda.get_device_capability())

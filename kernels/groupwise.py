@@ -1,4 +1,4 @@
-"""Weights of few bits: the one form that every quantized checkpoint is brought to."""
+"""Weights of few bits, in the one form into which every quantized checkpoint is converted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

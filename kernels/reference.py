@@ -168,9 +168,10 @@ def rank(scores_RV: Tensor, token_ids_R: Tensor) -> Tensor:
 
 
 def top_k(scores_RV: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Sort by integers that no two tokens of a row share, so that nothing has to look at the scores.
+    """Sort by integers that no two tokens of a row share, so that the host need not look at the scores.
 
-    A float's bits, those of a negative one's magnitude inverted, are ordered as it is; below is the inverted token id.
+    The upper half of an integer is the float's bits, those of a negative float inverted but for the sign: they have the
+    order of the floats. The lower half is the inverted token id.
     """
     bits_RV = (scores_RV + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
     ordered_RV = torch.where(bits_RV < 0, bits_RV ^ 0x7FFFFFFF, bits_RV)
@@ -220,7 +221,7 @@ def _entries(token_ids: Tensor, values: Tensor, vocab_size: int) -> tuple[Tensor
 
 
 def _saturate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x in the cache's dtype; what is beyond the range of a float8 becomes its largest value."""
+    """Return x in the cache's dtype; numbers beyond the range of a float8 become its largest value."""
     if dtype == torch.float8_e4m3fn:
         largest = torch.finfo(dtype).max
         x = x.clamp(-largest, largest)
@@ -234,7 +235,7 @@ def _distances(num_queries: int, seq_len: int, device: torch.device) -> Tensor:
 
 
 def _softmax(scores_HQC: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """Return softmax over C, in which a sink is one more score that gets nothing."""
+    """Return softmax over C, in which a sink is one more score, without a value."""
     if sinks_H is None:
         return scores_HQC.softmax(-1)
     sinks_HQ1 = sinks_H.float()[:, None, None].expand(-1, scores_HQC.shape[1], 1)

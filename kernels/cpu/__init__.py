@@ -1,6 +1,6 @@
 """The kernels for the CPU: Numba for attention, small operations and quantized products, oneDNN for the others.
 
-The functions take what those of `kernels.backend` take, in float32 or bfloat16, check it, and hand addresses to the
+The functions take the arguments of `kernels.backend`, in float32 or bfloat16, check them, and hand addresses to the
 compiled kernels. The result for a token has the same bits whatever else is in the batch, however its prompt was cut
 into chunks, and for any block size, block table and number of threads.
 """
@@ -65,7 +65,7 @@ LEAST_PARALLEL_ELEMENTS = 2**16  # below, a second thread costs more than it bri
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Let kernels and products use `num_threads` threads. Raises ValueError if these are more than the CPUs."""
+    """Let kernels and products use `num_threads` threads. Raises ValueError for more threads than CPUs."""
     if not 1 <= num_threads <= numba.config.NUMBA_NUM_THREADS:
         raise ValueError(
             f"num_threads is {num_threads}, this process may use 1 to {numba.config.NUMBA_NUM_THREADS} CPUs: set"
@@ -345,5 +345,5 @@ def draw(probs_RV: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_R: Tensor, un
 
 
 def _is_small(rows_RV: np.ndarray) -> bool:
-    """Return whether one thread is as quick; threads share whole rows."""
+    """Return whether one thread is as quick as several, which share whole rows."""
     return len(rows_RV) == 1 or rows_RV.size < LEAST_PARALLEL_ELEMENTS

@@ -5,9 +5,9 @@
 The context of a sequence is cut at absolute positions into partitions, these into tiles of 32 keys. One query of one
 head is always the same sequence of operations: for each tile the scores (each a chain of fused multiply-adds over the
 components, then capped and sloped), the running maximum, the weights and the output (a chain over the keys); at the end
-of a partition its state is merged into the row's; after the last one the head's sink is added. Which rows are computed
-together (queries of a chunk, heads that share keys), in which order and by which thread changes nothing in it. Keys
-that a row does not see take no part, whatever their memory holds.
+of a partition its state is merged into the row's; after the last partition the head's sink is added. This sequence does
+not depend on which rows are computed together (queries of a chunk, heads that share keys), in which order, and by which
+thread. Keys that a row does not see take no part, whatever their memory holds.
 
 Online softmax: Milakov and Gimelshein, 2018; partitions: FlashDecoding, Dao et al., 2023.
 
@@ -54,7 +54,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 @routine()
 def _clear(state, num_rows, stride):
-    """Make the states of rows that have seen nothing."""
+    """Write the states of rows that have seen no keys."""
     for start in range(0, num_rows * stride, stride):
         state[start] = _MINUS_INFINITY
         for column in range(start + LANES, start + stride, LANES):
@@ -78,7 +78,7 @@ def _merge(total, state, num_rows, stride):
 
 @routine()
 def _add_sink(step, head, total, start, stride):
-    """Add the head's sink to a row that is otherwise complete: a weight in the sum (in its first lane), no value."""
+    """Add the head's sink, a weight without a value, to the sum (in its first lane) of a row that is complete."""
     old, sink = total[start], pointer(step.sinks, np.float32)[head]
     new = sink if sink > old else old
     total[start] = new
@@ -130,7 +130,7 @@ def _attend_partition(step, task, like, start, end, scratch):
 
 @routine()
 def _attend(step, task, index, like, scratch, partials):
-    """Compute one task: its output, or the state of its one partition into place `index` of `partials`."""
+    """Compute one task: its output, or if it is one partition, the partition's state in place `index` of `partials`."""
     stride = state_stride(step)
     num_rows = (task.end_kv_head - task.first_kv_head) * rows_of_head(step, task.num_queries)
     state, total = pointer(scratch.state, np.float32), pointer(scratch.total, np.float32)
@@ -160,7 +160,7 @@ def work(step, like, tasks, next_task, partials):
     while True:
         index = fetch_add(next_task, 1)
         if index >= len(tasks):
-            memory[0] = _ZERO  # it is in use until here
+            memory[0] = _ZERO  # keeps the array alive until here
             return
         _attend(step, task_of(tasks[index]), index, pointer(step.q, like), scratch, partials)
 
@@ -188,7 +188,7 @@ def merge_partials(step, like, tasks, partials):
         _merge(total, pointer(address_of(partials, index * size), np.float32), num_rows, stride)
         if index + 1 == len(tasks) or task_of(tasks[index + 1]).part <= 0:
             _write_out(step, task, pointer(step.q, like), total)
-    memory[0] = _ZERO  # it is in use until here
+    memory[0] = _ZERO  # keeps the array alive until here
 
 
 @kernel()

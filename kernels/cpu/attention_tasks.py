@@ -1,6 +1,6 @@
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""What a step of paged attention is made of: tasks for threads, each some queries over some partitions.
+"""The tasks into which threads divide a step of paged attention: some queries over some partitions each.
 
 The legend stands in `kernels.cpu.attention`.
 """
@@ -14,14 +14,14 @@ from kernels.cpu.jit import routine
 from kernels.cpu.lanes import LANES
 from kernels.cpu.memory import pointer
 
-MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: what the registers hold
+MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: as many as the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
 TARGET_ROWS = 36
-TASKS_PER_WORKER = 3  # of equal work at least: what makes threads end together
+TASKS_PER_WORKER = 3  # at least, so that threads end together
 
 
 class Step(NamedTuple):
-    """The call: addresses, then sizes, then numbers. Without sinks or slopes their address is 0, without cap it is."""
+    """The call: addresses, then sizes, then numbers. Absent sinks and slopes have the address 0; an absent cap is 0."""
 
     out: int
     q: int
@@ -82,7 +82,7 @@ def padded_rows(step):
 
 @routine()
 def rows_of_head(step, num_queries):
-    """Return how many rows so many queries of one key/value head take."""
+    """Return how many rows `num_queries` queries of one key/value head take."""
     return round_up(num_queries * (step.num_heads // step.num_kv_heads), MANY)
 
 
@@ -113,9 +113,9 @@ def first_malformed(step):
 def plan(step, tasks, num_workers):
     """Write the step's tasks into the rows of `tasks`; return their number, and how many do one of several partitions.
 
-    An empty `tasks` only counts. Key/value heads, which lie side by side in a block, are one task where that is not too
-    much for one: memory is then read from start to end, which its prefetchers follow. What is too much is divided by
-    partitions, then by heads. Within a sequence the tiles with the longest context come first.
+    With an empty `tasks` they are only counted. The key/value heads of a block lie side by side and are one task,
+    unless it is too large: memory is then read from start to end, as its prefetchers expect. A task that is too large
+    is divided by partitions, then by heads. Within a sequence the tiles with the longest context come first.
     """
     starts, seq_lens = pointer(step.cu_seqlens_q, np.int32), pointer(step.seq_lens, np.int32)
     tile_queries, group = queries_of_tile(step), step.num_heads // step.num_kv_heads

@@ -3,7 +3,7 @@
 """One tile of keys and values, and the rows of a task that see it.
 
 Keys and values are read where they lie, and widened in registers: a second reading from the first cache costs nothing
-beside the products. Only blocks that vectors do not fit into are copied first.
+beside the products. Only blocks that do not consist of whole vectors are copied first.
 
 The legend stands in `kernels.cpu.attention`.
 """
@@ -29,7 +29,7 @@ _MINUS_INFINITY = np.float32(-np.inf)
 
 
 class Scratch(NamedTuple):
-    """One thread's memory: addresses (an array would be counted at every call), of float32 where nothing else is said.
+    """One thread's memory: addresses (an array would be counted at every call), of float32 unless a comment differs.
 
     A state row is the maximum, 16 lanes of the weights' sum and the output.
     """
@@ -42,7 +42,7 @@ class Scratch(NamedTuple):
     total: int
     k_DC: int  # copies, in the dtype of the cache
     v_CV: int
-    block_shift: int  # what divides a position by the block's size, or -1
+    block_shift: int  # a shift that divides a position by the block's size, or -1
 
 
 class Tile(NamedTuple):
@@ -58,7 +58,7 @@ class Tile(NamedTuple):
 
 @routine()
 def new_scratch(step):
-    """Return a Scratch, and the array that it lies in: to be kept as long."""
+    """Return a Scratch, and the array that it lies in, which must live as long."""
     rows, width, state_size = (
         padded_rows(step),
         round_up(step.value_size, LANES),
@@ -355,7 +355,7 @@ def _make_all_weights(step, start, row, num_rows, scratch):
 
 @routine(forceinline=True)
 def _add_values(step, tile, next_tile, like, row, num_rows, start, scratch):
-    """Add the weighted values to the outputs of up to MANY rows: what all see together, the rest one by one.
+    """Add the weighted values to the outputs of up to MANY rows: keys that all see together, the others one by one.
 
     A row's keys are in order nevertheless.
     """

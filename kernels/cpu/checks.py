@@ -1,4 +1,4 @@
-"""What the compiled kernels, which see addresses only, must be sure of."""
+"""Checks of tensors before their addresses go to the compiled kernels, which check nothing."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ LIKE: dict[torch.dtype, np.ndarray] = {torch.float32: np.empty(0, np.float32), t
 
 
 def like(*tensors: Tensor) -> np.ndarray:
-    """Return what stands for the tensors' common dtype. Raises ValueError if they have none, or one without kernels."""
+    """Return what stands for the tensors' common dtype. Raises ValueError if the dtypes differ or have no kernels."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype is not dtype or dtype not in LIKE or not tensor.is_cpu:

@@ -6,7 +6,7 @@ A vector of sums, 16 lanes, belongs to each row of inputs: an element of memory,
 multiplied with each lane of an operand that all rows share. A tuple of as many vectors as there are rows stays in
 registers.
 
-Sums of float32 and of integers have the same bits on every machine; those of bfloat16 pairs have not (see
+Sums of float32 and of integers have the same bits on every machine; sums of bfloat16 pairs do not (see
 `bfloat16_products`).
 """
 
@@ -66,7 +66,7 @@ def add_products(typingctx, sums, memory, index, stride, row):
 def add_products_of_two(typingctx, sums, memory, index, stride, left, left_index, right, right_index):
     """As add_products of two vectors, which lie in memory; `sums` are those of the left one, then the right one's.
 
-    It is done register by register: whole vectors with as many sums would be one register too many.
+    The products are added register by register: whole vectors with as many sums would need one register too many.
     """
 
     def generate(context, builder, signature, args):
@@ -147,8 +147,8 @@ def integer_products(bits: int, features: Mapping[str, bool]) -> IntegerProducts
     """Return how numbers of 8 or 16 bits are multiplied on a machine with `features`.
 
     32 bits of memory hold 4 bytes or 2 numbers of 16 bits, with a sign; those of a row 4 bytes without a sign or 2
-    numbers with one. Until `total`, sums of bytes may be numbers of 16 bits, each of two products at a time: that they
-    fit is for the caller to know. All ways give the same sums.
+    numbers with one. Until `total`, sums of bytes may be numbers of 16 bits, each of two products at a time; the caller
+    must know that they fit. All ways give the same sums.
     """
     fused, multiply = _instructions(bits, features)
     sum_bits = 32 if fused or bits == 16 else 16
@@ -227,8 +227,8 @@ _BFloatType._create_instance()
 def bfloat16_products(features: Mapping[str, bool]) -> Any:
     """Return an intrinsic like add_products for bfloat16 numbers in pairs, each pair 32 bits of memory and of a row.
 
-    With AVX-512-BF16 it is one instruction, which takes numbers below the least normal one for zero. Without, it is a
-    fused multiply-add with the lower number of each pair, then one with the other.
+    With AVX-512-BF16 it is one instruction, which treats numbers below the least normal one as zero. Otherwise it is a
+    fused multiply-add with the lower number of each pair, then one with the upper number.
     """
     has_instruction = features.get("avx512bf16", False)
 
@@ -262,7 +262,7 @@ def bfloat16_products(features: Mapping[str, bool]) -> Any:
 
 
 _FEATURES = binding.get_host_cpu_features()
-HAS_BFLOAT16 = _FEATURES.get("avx512bf16", False)  # instructions that multiply such numbers in pairs
+HAS_BFLOAT16 = _FEATURES.get("avx512bf16", False)  # instructions that multiply bfloat16 numbers in pairs
 products_bfloat16 = bfloat16_products(_FEATURES)
 products_i8 = integer_products(8, _FEATURES)
 products_i16 = integer_products(16, _FEATURES)

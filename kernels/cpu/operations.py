@@ -1,6 +1,6 @@
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""What a program is made of: operations, of which every thread of a team does its share.
+"""The operations of a program: every thread of a team does its share of each.
 
 Each operation is compiled by itself, with the signature of C, and called by its address. So the code that runs a
 program is small, and no routine is compiled twice. An operation calls the routines of the kernel that does one
@@ -32,7 +32,7 @@ from kernels.cpu.team import meet
 
 
 class Row(NamedTuple):
-    """What each row begins with."""
+    """The fields with which each row begins."""
 
     address: int  # of the compiled operation
     meets: int  # whether the team meets after it
@@ -46,7 +46,7 @@ Fields = TypeVar("Fields", bound=tuple[Any, ...])  # the class of an operation's
 
 
 class Shared(NamedTuple):
-    """What all operations of a run know: sizes and addresses of the step's inputs, then what was planned for it."""
+    """What all operations of a run know: sizes and addresses of the step's inputs, then the plan of its tasks."""
 
     num_tokens: int
     num_seqs: int
@@ -65,7 +65,7 @@ class Shared(NamedTuple):
 
 
 class Operation(Generic[Fields]):
-    """One kind of operation, compiled for each dtype when that is first asked for."""
+    """One kind of operation, compiled for each dtype when it is first needed."""
 
     def __init__(
         self, number: int, fields: type[Fields], function: Callable[..., int], shares_rows: bool, has_dtype: bool

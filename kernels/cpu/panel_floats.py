@@ -74,7 +74,7 @@ def _multiply_pair(scratch, x_at, num_words, row):
 
 @routine(forceinline=True)
 def _fetch(product, at, row, num_rows):
-    """Bring near, of the tile whose words begin at `at`, as large a part as the next rows are of all."""
+    """Prefetch a part of the tile whose words begin at `at`: as large a part as the next rows are of all rows."""
     words, num_words = pointer(product.codes, np.float32), TILE // 2 * PANEL
     first, end = num_words * row // num_rows, num_words * min(row + FLOAT_ROWS, num_rows) // num_rows
     for word in range(first, end, CACHE_LINE):
@@ -83,7 +83,7 @@ def _fetch(product, at, row, num_rows):
 
 @routine(forceinline=True)
 def _rows_in_groups(num_rows):
-    """Return how many rows are done FLOAT_ROWS at a time; what is left is done in pairs."""
+    """Return how many rows are done FLOAT_ROWS at a time; the other rows are done in pairs."""
     return (num_rows + FLOAT_ROWS - 1 - PAIRED) // FLOAT_ROWS * FLOAT_ROWS
 
 
@@ -176,7 +176,7 @@ def _multiply_few(product, panel, num_rows, scratch):
 
 
 def _tile_of(num_rows, ahead):
-    """Return a routine that multiplies so many rows in pairs."""
+    """Return a routine that multiplies this number of rows in pairs."""
 
     @routine(forceinline=True)
     def multiply_tile(product, at, first, end, row, target, scratch):

@@ -41,7 +41,7 @@ def _add_chunk(sums, group, chunk, row, target, scratch):
 
 
 def _group_of(bits, num_rows, ahead):
-    """Return a routine that multiplies codes with so many rows: sums for each of them are what registers are for."""
+    """Return a routine that multiplies codes with this number of rows, whose sums stay in registers."""
     products = {4: products_i8, 8: products_i16}[bits]
     add, total, inputs_of_word = products.add, products.total, 32 // bits
 
@@ -49,7 +49,7 @@ def _group_of(bits, num_rows, ahead):
     def multiply_group(product, group, at, first, end, row, target, scratch):
         """Add products with inputs first to end, of one group and tile, whose codes begin at `at`.
 
-        Those of rows from `row` on are added to scratch.sums_MN from `target` on.
+        The products of rows from `row` on are added to scratch.sums_MN from `target` on.
         """
         words, x, x_at = pointer(product.codes, np.float32), floats(scratch.x), place_of_x(product, row, first, scratch)
         stride, chunk = scratch.row_words, first >> scratch.chunk_shift
@@ -73,7 +73,7 @@ _multiply_row_4, _multiply_row_8 = _group_of(4, 1, AHEAD_OF_ROW), _group_of(8, 1
 
 @routine(forceinline=True)
 def _end_of_run(product, group, first):
-    """Return where inputs end that are of one group and one tile: a row's lie side by side within a tile only."""
+    """Return the end of the inputs of one group and one tile: a row's inputs lie side by side within a tile only."""
     return min(first // TILE * TILE + TILE, (group + 1) * product.group_size)
 
 

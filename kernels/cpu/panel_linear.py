@@ -15,7 +15,7 @@ from kernels.cpu.multiply_add import HAS_BFLOAT16
 from kernels.cpu.panels import PANEL, Product
 from kernels.groupwise import GroupwiseWeight
 
-ROUNDED_BITS = {4: 8, 8: 16}  # of inputs, by those of the weights
+ROUNDED_BITS = {4: 8, 8: 16}  # bits of inputs, by the bits of the weights
 BFLOAT16_FORM = f"multiplied in {'pairs' if HAS_BFLOAT16 else 'float32'}"  # for people
 
 
@@ -50,7 +50,7 @@ class PanelLinear:
 
 
 def pack(weight: GroupwiseWeight, bias_N: Tensor | None) -> PanelLinear:
-    """Return a layer that holds nothing of `weight`. Raises ValueError if the weight is not what its class says."""
+    """Return a layer that holds nothing of `weight`. Raises ValueError if the weight breaks the rules of its class."""
     for name, values in (("scales", weight.scales_NG), ("offsets", weight.offsets_NG)):
         if values is not None and (values.dtype not in (torch.float16, torch.float32) or not values.is_cpu):
             raise ValueError(f"{name} are {values.dtype} on {values.device}, float16 or float32 on the CPU is needed")

@@ -28,7 +28,7 @@ from kernels.cpu.simd import fma, lane, splat
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 TASKS_PER_WORKER = 4
-TASKS_PER_WORKER_OF_ROW = 2  # memory is what takes the time: longer parts of it come faster
+TASKS_PER_WORKER_OF_ROW = 2  # memory takes the time, and is faster in longer parts
 
 _ZERO = np.float32(0.0)
 
@@ -78,7 +78,7 @@ def _multiply(product, panel, num_rows, scratch):
 def _multiply_row(product, panels, scratch):
     """Fill the first two rows of scratch.sums_MN with the products of the only row, which is loaded, with two panels.
 
-    Two parts of memory that are read at once come faster than one: a core's prefetcher follows each of them.
+    Memory is faster when two parts of it are read at once: a core's prefetcher follows both.
     """
     clear_sums(2, scratch)
     if product.bits < 16:
@@ -91,7 +91,7 @@ def _multiply_row(product, panels, scratch):
 def _multiply_row_with(product, first, end, scratch):
     """Write out the products of the only row with panels first to end, those of the two halves side by side.
 
-    Of an odd number the last one is done twice, the second time from the caches.
+    Of an odd number of panels the last one is done twice, the second time from the caches.
     """
     half = (end - first + 1) // 2
     for panel in range(first, first + half):
@@ -110,13 +110,13 @@ def work(product, num_tasks, num_chunks, next_task):
     while True:
         task = fetch_add(next_task, 1)
         if task >= num_tasks:
-            memory[0] = _ZERO  # it is in use until here
+            memory[0] = _ZERO  # keeps the array alive until here
             return
         first_row, chunk = task // num_chunks * stride, task % num_chunks
         num_rows = min(stride, product.num_rows - first_row)
         first, end = all_panels * chunk // num_chunks, all_panels * (chunk + 1) // num_chunks
         if first_row != loaded_row:
-            for panel in (first, (first + end + 1) // 2):  # where the halves begin that a single row is multiplied with
+            for panel in (first, (first + end + 1) // 2):  # the first panels of both halves, for a single row
                 fetch_first_words(product, panel)
             load_rows(product, first_row, num_rows, scratch)
             loaded_row = first_row

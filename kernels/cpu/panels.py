@@ -1,22 +1,22 @@
 # Numba infers the types.
 # mypy: allow-untyped-defs, allow-untyped-calls
-"""Weights of 4, 8 or 16 bits in panels, and what rows that meet them are brought to.
+"""Weights of 4, 8 or 16 bits in panels, and the form of the rows that they are multiplied with.
 
 Outputs lie in panels of 32, as two vectors. A panel has words of 32 bits: one for each 8, 4 or 2 inputs and each
 output, the first input's code lowest. For each group of inputs there are 32 scales and, if there are any, 32 offsets;
 codes of 16 bits are bfloat16 numbers and have neither.
 
 Of each word two operands are made, of every other input each: 4 bytes, 2 numbers of 16 bits, or 1 float32. The inputs
-of a row are brought to the same order and kind. Those that meet codes of 4 bits are rounded to 8 bits (as in
-llama.cpp's Q8_1), those that meet 8 bits to 16: a chunk of 32 inputs (16, where groups ask for it) has one factor. The
-products of a chunk are then added up in integers, exactly.
+of a row are put into the same order and type. Beside codes of 4 bits, inputs are rounded to 8 bits (as in llama.cpp's
+Q8_1), beside codes of 8 bits to 16: a chunk of 32 inputs (16, where groups need it) has one factor. The products of a
+chunk are then added up in integers, exactly.
 
 One output of one row is always the same sequence of operations. Of integers: a chunk's sum, times the row's factor,
 times the scale, added to the chunks before with a fused multiply-add; then the sum of the row's inputs times the offset
 likewise. Of bfloat16: a tile of inputs is a chain of fused multiply-adds from zero, and the tiles are added up; where
-the processor multiplies pairs of such numbers, the chain is of those. How many rows there are decides only where the
-operands stand meanwhile: in registers, made anew for every few rows, or, of bfloat16 and many rows, in a tile that
-stays in the first cache while all rows of a block pass by; and that a single row is multiplied with two panels at once.
+the processor multiplies pairs of bfloat16 numbers, the chain is one of pairs. The number of rows decides only where the
+operands stand: in registers, made anew for every few rows; or, of bfloat16 and many rows, in a tile that stays in the
+first cache for all rows of a block. A single row is multiplied with two panels at once.
 `kernels.cpu.panel_integers` and `panel_floats` have the products.
 
 M rows, N outputs, K inputs.
@@ -56,12 +56,12 @@ TILE = 128  # inputs: a panel's operands of float32 take 16 KiB of the first cac
 CACHE_LINE = 16  # float32
 BLOCK = 96  # rows at most, whose tile of inputs stays in the second cache
 ROWS = 8 if REGISTER_LANES == LANES else 4  # at once, of integers and of pairs
-FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, of float32: as many sums as there are registers for
-AHEAD = 64 * PANEL  # words: how far from what is multiplied memory is asked for what follows
-AHEAD_OF_ROW = 8 * PANEL  # of a single row, where two parts of memory are read at once
+FLOAT_ROWS = 12 if REGISTER_LANES == LANES else 6  # at once, of float32: as many sums as fit into registers
+AHEAD = 64 * PANEL  # words between the operands in use and the memory that is prefetched
+AHEAD_OF_ROW = 8 * PANEL  # the same for a single row, where two parts of memory are read at once
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_LEAST = np.float32(1e-30)  # less is taken for zero: what brings it to whole numbers would be infinite
+_LEAST = np.float32(1e-30)  # smaller maxima count as zero: their factor would be infinite
 _ROUND_MAGIC = np.float32(1.5 * 2**23)  # adding it rounds to a whole number, which then stands in the low bits
 
 
@@ -87,7 +87,7 @@ class Product(NamedTuple):
 
 
 class Group(NamedTuple):
-    """What makes weights of the codes of 16 outputs in one group of inputs: vectors."""
+    """Vectors that turn the codes of 16 outputs in one group of inputs into weights."""
 
     scales: Any
     offsets: Any
@@ -100,7 +100,7 @@ class Scratch(NamedTuple):
     """
 
     chunk: int  # inputs; a divisor of the group
-    chunk_shift: int  # what divides by it: a division takes as long as ten products
+    chunk_shift: int  # a shift that divides by it: a division takes as long as ten products
     num_chunks: int
     num_groups: int
     row_words: int  # of x, in one tile and row
@@ -135,7 +135,7 @@ def rows_of_block(product):
 
 @routine()
 def padded_rows(product, num_rows):
-    """Return how many rows have to have room where `num_rows` are multiplied: the last ones are done with others."""
+    """Return how many rows need room where `num_rows` are multiplied: the last ones are filled up to a whole group."""
     return round_up(round_up(num_rows, rows_at_once(product)), ROWS)
 
 
@@ -147,7 +147,7 @@ def _x_words(product, num_inputs):
 
 @routine()
 def new_scratch(product):
-    """Return a Scratch for blocks of the product, and the array that it lies in: to be kept as long."""
+    """Return a Scratch for blocks of the product, and the array that it lies in, which must live as long."""
     rows, num_tiles = padded_rows(product, rows_of_block(product)), (product.num_inputs + TILE - 1) // TILE
     chunk_shift = 5 if product.group_size % 32 == 0 else 4
     chunk = 1 << chunk_shift

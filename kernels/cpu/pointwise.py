@@ -2,9 +2,9 @@
 # mypy: allow-untyped-defs, allow-untyped-calls
 """Norms, rotary embedding, gated activation and the cache write on the CPU.
 
-Each works row by row (a row is a token, or one head of a token) in float32 and rounds once when it stores. A row is the
-same operations whichever thread computes it. Memory is given as int64 addresses, its dtype by the array `like`;
-strides are in elements.
+Each operation works row by row (a row is a token, or one head of a token) in float32 and rounds once when it stores. A
+row is the same sequence of operations whichever thread computes it. Memory is given as int64 addresses, its dtype by
+the array `like`; strides are in elements.
 
 For each operation there is a kernel for the rows `first` to `end`, and one that shares all rows among threads.
 """

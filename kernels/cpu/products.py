@@ -1,7 +1,7 @@
 """Linear layers on the CPU: oneDNN products with prepacked weights, whose rows do not depend on their number.
 
-Quantized weights have products of their own (`kernels.cpu.panel_linear`), as have bfloat16 ones, but on machines that
-multiply matrices of them (AMX, Arm) and whose oneDNN keeps a row's bits: of AMX, not every processor's does.
+Quantized weights are multiplied by `kernels.cpu.panel_linear`. So are bfloat16 weights, except on machines that
+multiply matrices of them (AMX, Arm) and whose oneDNN keeps a row's bits, which it does not on every processor with AMX.
 
 M rows, N outputs, K inputs.
 """
@@ -29,7 +29,7 @@ PACKED_FOR_ROWS = 32  # the number of rows for which oneDNN chooses the weight's
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainLinear:
-    """A linear layer whose weight oneDNN has reordered; the one it was made from is no longer needed."""
+    """A linear layer whose weight oneDNN has reordered into memory of its own."""
 
     packed: Tensor  # opaque
     bias_N: Tensor | None  # in the dtype of the product
@@ -47,8 +47,8 @@ class PlainLinear:
 def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = None) -> PlainLinear | PanelLinear:
     """See `kernels.backend`.
 
-    A row's product has the same bits among any number of rows: that is tried out, once for each shape. Raises
-    RuntimeError where this machine cannot keep to it.
+    A row's product has the same bits among any number of rows, which is tried once for each shape. Raises RuntimeError
+    where this machine gives other bits.
     """
     if isinstance(weight_NK, GroupwiseWeight):
         return panel_linear.pack(weight_NK, bias_N)
@@ -72,10 +72,10 @@ def pack_linear(weight_NK: Tensor | GroupwiseWeight, bias_N: Tensor | None = Non
 
 @functools.cache
 def _is_for_onednn() -> bool:
-    """Return whether bfloat16 weights are oneDNN's: where it has instructions that panels have not, AMX's or Arm's.
+    """Return whether oneDNN multiplies bfloat16 weights: where it has instructions that panels lack, AMX's or Arm's.
 
-    On other x86-64 it takes those of AVX-512-BF16, as panels do, or none, and is then five to ten times slower. Where a
-    row's bits depend on how many others there are, panels are taken as well.
+    On other x86-64 oneDNN uses AVX-512-BF16, as panels do, or no instructions, and is then five to ten times slower.
+    Panels are also taken where a row's bits in oneDNN depend on the number of rows.
     """
     if platform.machine() == "x86_64":
         return torch.cpu._is_amx_tile_supported() and all(_is_invariant(*shape) for shape in TYPICAL_SHAPES)
@@ -106,7 +106,7 @@ def bfloat16_form() -> str:
 def linear(x_MK: Tensor, layer: PlainLinear | PanelLinear, out_dtype: torch.dtype | None = None) -> Tensor:
     """See `kernels.backend`.
 
-    With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded, but for oneDNN's: those are rounded.
+    With a bfloat16 weight, out_dtype float32 gives the accumulated sums unrounded; only oneDNN's are rounded.
     """
     if isinstance(layer, PanelLinear):
         return panel_linear.linear(x_MK, layer, out_dtype)
@@ -132,8 +132,8 @@ def embedding(token_ids_T: Tensor, layer: PanelLinear, dtype: torch.dtype) -> Te
 def invariant_rows(num_outputs: int, num_inputs: int, dtype: torch.dtype, num_threads: int) -> tuple[int, int | None]:
     """Return the least and the largest number of rows (None: no limit) between which a row has the same bits.
 
-    Found by trying, with random numbers: it depends on which of oneDNN's kernels this machine takes. `num_threads` only
-    tells cached answers apart. Raises RuntimeError if no number of rows up to 16 will do.
+    They are found by trying, with random numbers, because they depend on which of oneDNN's kernels this machine takes.
+    `num_threads` only tells cached answers apart. Raises RuntimeError if no number of rows up to 16 will do.
     """
     generator = torch.Generator().manual_seed(0)
     packed = _reorder(_random(num_outputs, num_inputs, generator).to(dtype))

@@ -1,8 +1,7 @@
 """A program: the operations of a step as data, so that one call does many of them.
 
-It is written by the functions below, named as those of `kernels.backend` are and of the same meaning, but with a place
-for the result. They do nothing yet; they note addresses. So tensors that a program knows must stay where they are; the
-program keeps them alive. Tensors have room for `num_rows` tokens, a run takes the first ones of them.
+See `kernels.backend.Program`. A function that adds an operation computes nothing: it notes the addresses of tensors,
+which must stay where they are and which the program keeps alive.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ MEETS, KIND = Row._fields.index("meets"), Row._fields.index("kind")
 
 
 class Layer(NamedTuple):
-    """Where the operations of a layer end, and what they multiply with."""
+    """Where the operations of a layer end, and how many weights they multiply with."""
 
     end: int
     num_weights: int  # of the products
@@ -49,7 +48,7 @@ class Program:
         self._call_products = call_products
         self.dtype = dtype
         self._rows: list[list[int]] = []
-        self._kinds: dict[tuple[int, ...], int] = {}  # of attention, by all that its tasks depend on
+        self._kinds: dict[tuple[int, ...], int] = {}  # of attention, by all sizes on which its tasks depend
         self._first_of_kind: list[int] = []
         self._layers: list[Layer] = []
         self._num_weights = 0

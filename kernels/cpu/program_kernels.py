@@ -22,7 +22,7 @@ DONE, NO_MEMORY = -1, -2
 _ADDRESS, _MEETS, _, _NEXT_TASK = range(len(Row._fields))
 _NUM_SHARED = len(Shared._fields)
 _TEAM, _TASKS, _PARTIALS, _NUM_PARTIALS, _PLANS = range(Shared._fields.index("team"), _NUM_SHARED)
-_FAILED = TEAM_SIZE - 8  # a place behind those of `kernels.cpu.team`
+_FAILED = TEAM_SIZE - 8  # a place behind the places of `kernels.cpu.team`
 
 
 class Plans(NamedTuple):
@@ -67,7 +67,7 @@ def _walk_in_parallel(ops, team, shared, times_ns, num_threads):
 
 @routine()
 def _walk_together(ops, team, shared, plans, times_ns, num_threads):
-    """`plans` is what `shared` has the addresses of: it is not to be freed before this ends."""
+    """`shared` has the addresses of `plans`, which must not be freed before this ends."""
     if num_threads > 1:
         _walk_in_parallel(ops, team, shared, times_ns, num_threads)
     else:
