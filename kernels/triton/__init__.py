@@ -1,13 +1,13 @@
 """The kernels for GPUs, in Triton: NVIDIA's from compute capability 8.0 and AMD's; products of plain weights by torch.
 
-The functions take what those of `kernels.backend` take, in float16, bfloat16 or float32 and on one device; nothing here
-waits for it. Import this package only where it was chosen: it needs Triton. With TRITON_INTERPRET=1 everything runs on
-the CPU, in numpy, for tests.
+The functions take the arguments of `kernels.backend`, in float16, bfloat16 or float32 and on one device, and never wait
+for the device. Import this package only where it was chosen: it needs Triton. With TRITON_INTERPRET=1 everything runs
+on the CPU, in numpy, for tests.
 """
 
 import os
 
-# Multiply-adds are fused. Triton 3.9 warns where this is not said.
+# Multiply-adds are fused. Triton 3.9 warns where the variable is not set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split

@@ -2,8 +2,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Paged attention in Triton: which kernel of `attention_kernels` takes a batch, in which tiles, with how many programs.
 
-* `prefill_kernel` takes any batch. Which programs there are follows from shapes alone: T // queries of a tile + S, at
-  least as many as there are tiles.
+* `prefill_kernel` takes any batch. The number of programs follows from shapes alone: T // queries of a tile + S, which
+  is at least the number of tiles.
 * `decode_kernel` takes a batch of single tokens. To occupy the device when there are few sequences, it splits each
   context. The number of splits follows from shapes too.
 
@@ -22,9 +22,9 @@ from kernels.triton.checks import DTYPES, FLOAT8, check_caches, check_index, che
 from kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
 
 MAX_HEAD_SIZE = 256
-LEAST_ROWS = 16  # the fewest that a product on tensor cores takes
+LEAST_ROWS = 16  # the fewest rows of a product on tensor cores
 MAX_SPLITS = 256
-PROGRAMS_PER_PROCESSOR = 4  # that a split aims for
+PROGRAMS_PER_PROCESSOR = 4  # at which a split aims
 MERGE_SPLITS, MERGE_COMPONENTS = 16, 64  # of a tile of `merge_kernel`
 MERGE_WARPS = 4
 NO_WINDOW = 2**30
@@ -173,7 +173,7 @@ def choose_tiling(
 def choose_num_splits(num_programs: int, max_seq_len: int, tile: int, num_processors: int) -> int:
     """Return among how many programs each context is split.
 
-    As many as the device needs to be busy, but none with less than SPLIT_TILES tiles of the longest context.
+    There are as many as keep the device busy, but each has at least SPLIT_TILES tiles of the longest context.
     """
     wanted = PROGRAMS_PER_PROCESSOR * num_processors // num_programs
     least_tokens: int = SPLIT_TILES.value * tile

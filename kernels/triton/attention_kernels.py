@@ -4,16 +4,17 @@
 
 Prefill and decode run `_attend`, the loop of FlashAttention-2 (Dao, 2023): a tile of rows keeps a running maximum, sum
 and output while tiles of keys and values go by, with the softmax in base 2. The rows of a tile are queries times the
-query heads that share a key/value head, so that whatever is loaded serves all of them and fills the tensor cores.
+query heads that share a key/value head, so that loaded keys and values serve all of them and fill the tensor cores.
 
 * `prefill_kernel` takes any batch. Each program finds its sequence by binary search in cu_seqlens_q. Tiles of keys that
   every row sees go through a loop without masks.
 * `decode_kernel` takes a batch of single tokens, and splits each context among programs that leave partial results to
   `merge_kernel` (FlashDecoding, Dao et al., 2023). How much of a context each takes follows from its length.
 
-What unused slots hold is never part of a result: scores of keys that a row does not see are replaced, and values are
-masked when they are loaded. Keys are masked by whole blocks, since a mask by tokens would keep them from being loaded
-as vectors. The blocks before a sliding window may be gone; they are not read, nor are their entries in the table.
+The content of unused slots is never part of a result: scores of keys that a row does not see are replaced, and values
+are masked when they are loaded. Keys are masked by whole blocks, since a mask by tokens would keep them from being
+loaded as vectors. The blocks before a sliding window may be gone; they are not read, nor are their entries in the
+table.
 
 Letters beyond those of `kernels.backend`: M rows of a tile (in names of kernels' tensors), N keys of a tile, D and V
 components of keys and values, padded to powers of two, L splits.
@@ -29,7 +30,7 @@ from kernels.triton.dots import dot
 SPLIT_TILES = tl.constexpr(4)  # a split has at least as many tiles of keys
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-# What varies from call to call must not make Triton compile anew when it happens to be 1 or a multiple of 16.
+# Arguments that vary from call to call must not make Triton compile anew where one is 1 or a multiple of 16.
 VARYING = [
     "scale",
     "soft_cap",
@@ -374,8 +375,8 @@ def _attend(
 def _widened(x, dtype: tl.constexpr):
     """Return `x` in `dtype`. float8_e4m3fn is read by its bits: in float16's place they are the same number over 2**8.
 
-    Where it has no instruction, Triton's own conversion takes so many registers that they spill. A NaN, which only a
-    NaN is stored as, becomes 480.
+    Where the GPU has no instruction for it, Triton's own conversion takes so many registers that they spill. A NaN,
+    which stands only for a stored NaN, becomes 480.
     """
     if x.dtype == tl.float8e4nv:
         bits = x.to(tl.uint8, bitcast=True).to(tl.uint16)

@@ -1,4 +1,4 @@
-"""What kernels, which see addresses only, must be sure of. Nothing here reads what is on the device or waits for it."""
+"""Checks of tensors before kernels see their addresses. They neither read the device's memory nor wait for it."""
 
 import torch
 from torch import Tensor

@@ -1,15 +1,15 @@
-"""Compile every kernel ahead of time, as it is shipped, for GPUs that need not be there.
+"""Compile every kernel ahead of time, as it is shipped, for GPUs that this machine need not have.
 
     python -m kernels.triton.compile [--jobs N] [--complete]
 
-prints what each takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's and
-registers on AMD's. The exit status is 1 if any spills or does not fit. What was found is kept, in TRITON_CACHE_DIR or
-else in the user's cache, so that the next run takes seconds.
+prints what each kernel takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's
+and registers on AMD's. The exit status is 1 if a kernel spills or does not fit. The results are kept in
+TRITON_CACHE_DIR, or else in the user's cache, so that the next run takes seconds.
 
-What is compiled is what most models need. `--complete` adds attention in every combination of dtype, head size and
-changed scores, which takes several times as long. The rest is compiled when it is launched, with tiles chosen by the
-same rules, and not measured: head sizes in between (padded to the same powers of two), blocks of other than 16 tokens,
-norms of other sizes, products with a bias or with other groups, norms and products in float32.
+The forms that most models need are compiled. `--complete` adds attention in every combination of dtype, head size and
+changed scores, which takes several times as long. Other forms are compiled when they are launched, with tiles chosen by
+the same rules, and are not measured: head sizes in between (padded to the same powers of two), blocks of other than 16
+tokens, norms of other sizes, products with a bias or with other groups, norms and products in float32.
 """
 
 import argparse
@@ -87,13 +87,13 @@ def cache_directory() -> Path:
 
 
 def compile_configuration(configuration: Configuration, target: Target) -> Usage:
-    """Compile it and return what it takes, or what it was found to take before."""
+    """Compile the kernel and return what it takes, or return what an earlier run found."""
     source = _source(configuration)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     kept = cache_directory() / "usage" / f"{_digest(source, target, options)}.json"
     if kept.exists():
         return Usage(**json.loads(kept.read_text()))
-    # Compiled even if Triton's own cache has it: ptxas tells only while it runs.
+    # The kernel is compiled even if Triton's own cache has it: ptxas says what it takes only while it runs.
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log:
         triton.knobs.compilation.always_compile = True
         triton.knobs.nvidia.dump_ptxas_log = True
@@ -150,14 +150,14 @@ def _compile_all(jobs: int, is_complete: bool) -> dict[tuple[str, str], Usage]:
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _prepare_process) as pool:
         futures = [pool.submit(_compile_numbered, number, is_complete) for number in range(len(keys))]
         for future in tqdm(as_completed(futures), total=len(futures), desc="Compiling", unit="kernel"):
-            future.result()  # a kernel that does not compile ends all of it here
+            future.result()  # a kernel that does not compile ends the run here
         return {key: future.result() for key, future in zip(keys, futures, strict=True)}
 
 
 def _prepare_process() -> None:
     triton.knobs.cache.dir = str(cache_directory())
     for configuration in configurations():
-        _ = configuration.kernel.cache_key  # Triton makes a key of those made before it: so all in the same order
+        _ = configuration.kernel.cache_key  # Triton's key depends on the keys made before: so all are made in one order
 
 
 def _compile_numbered(number: int, is_complete: bool) -> Usage:
@@ -179,7 +179,7 @@ def _source(configuration: Configuration) -> ASTSource:
 
 
 def _digest(source: ASTSource, target: Target, options: dict[str, int]) -> str:
-    """Return a name for what is compiled: the kernel with all that it calls, its types and constants, for what, how."""
+    """Return a name for a compilation: the kernel with all that it calls, its types, constants, target and options."""
     parts = (source.hash(), target.gpu, options, triton.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 

@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Drawing tokens without a sort: one program a row, whose every sum is in a fixed order.
 
-A limit that a row does not have costs it nothing; one that it has costs 16 readings of the row, from the L2 cache.
+A limit that a row lacks costs nothing; each limit of a row costs 16 readings of the row, from the L2 cache.
 
 R rows, V vocabulary.
 """
@@ -45,7 +45,7 @@ def _digit_sums(probs_ptr, vocab_size, prefix, shift, BY_COUNT: tl.constexpr, BL
 def _cut(probs_ptr, vocab_size, limit, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Return where, likeliest first, what comes before (tokens, or their mass) reaches `limit`.
 
-    That is a bit pattern, above which all is kept, and how many of the tokens that have it are kept too.
+    The place is a bit pattern, above which all tokens are kept, and how many of the tokens with this pattern are kept.
     """
     prefix = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float64)
@@ -126,7 +126,7 @@ def draw_kernel(
     Probabilities are not negative, so that their bit patterns, as integers, are ordered as they are: a radix descent
     over these finds the probability at which top_k or top_p cut, two bits a pass. What comes before a token, the
     likeliest first, is the same with and without those that min_p drops: only the mass of top_p counts what is left.
-    A limit that a row does not have costs it nothing.
+    A limit that a row lacks costs nothing.
     """
     row = tl.program_id(0).to(tl.int64)
     probs_ptr += row * row_stride

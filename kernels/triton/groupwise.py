@@ -1,6 +1,6 @@
 # Triton infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Linear layers whose weights have few bits, and are read as they are stored.
+"""Linear layers whose weights have few bits and are read as they are stored.
 
 A weight is scale * code + offset, with codes centred on zero. Small integers are exact in float16 and
 bfloat16, so a tensor core multiplies the activations with the codes themselves; scale and offset follow in float32,
@@ -8,8 +8,8 @@ once for a group, on the sums: no weight is ever rounded. Codes are unpacked in 
 
 Two forms of one kernel. Few rows (decode) are bound by the reading of codes: inputs are split among programs until
 there are enough for the device, and a second kernel adds the parts up, in a fixed order (as in Split-K products of
-CUTLASS and Hoque et al., arXiv:2402.00025). More rows are tiled. Which form it is depends on the number of rows, so
-that a row's last bits may differ between a batch of at most 16 and a larger one, and not within either.
+CUTLASS and Hoque et al., arXiv:2402.00025). More rows are tiled. The number of rows decides the form, so that a row's
+last bits may differ between a batch of at most 16 rows and a larger one, but not among batches of one form.
 
 M rows, N outputs, K inputs, G groups of inputs, W words of an output's codes, S splits of the inputs.
 """
@@ -178,7 +178,7 @@ class GroupwiseLinear:
     """A linear layer whose weights stay quantized.
 
     A word has 32 / bits neighbouring inputs of one output, as signed numbers around zero, the first in the lowest
-    bits. Words of neighbouring outputs lie side by side, so that what a warp loads does too; so do scales and offsets.
+    bits. Words of neighbouring outputs lie side by side, so that a warp's loads do too; so do scales and offsets.
     """
 
     words_WN: Tensor  # int32
@@ -248,7 +248,7 @@ def rows(token_ids_T: Tensor, layer: GroupwiseLinear, dtype: torch.dtype) -> Ten
 
 
 def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for so many rows of activations, whose registers do not spill."""
+    """Return the tile for a number of rows of activations, whose registers do not spill."""
     is_skinny = num_rows <= SKINNY.rows
     if dtype is torch.float32:
         return SKINNY_FLOAT32 if is_skinny else LARGE_FLOAT32

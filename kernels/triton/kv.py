@@ -33,7 +33,7 @@ VARYING = [
 
 
 def store_kv(k_TKD: Tensor, v_TKD: Tensor, k_cache_NKDP: Tensor, v_cache_NKPD: Tensor, slot_mapping_T: Tensor) -> None:
-    """See `kernels.backend.Backend.store_kv`. Into float8_e4m3fn, what is beyond its range is stored as its largest."""
+    """See `kernels.backend.Backend.store_kv`. Numbers beyond the range of float8_e4m3fn become its largest."""
     _check(k_TKD, v_TKD, k_cache_NKDP, v_cache_NKPD, slot_mapping_T)
     num_tokens, num_kv_heads, head_size = k_TKD.shape
     value_size = v_TKD.shape[2]

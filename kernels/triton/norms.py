@@ -105,7 +105,7 @@ def add_rms_norm(x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 
 
 def configurations() -> Iterator[Configuration]:
-    """Yield what the models of today need: heads of 128, hidden sizes of 4096 and 8192."""
+    """Yield the forms that today's models need: heads of 128, hidden sizes of 4096 and 8192."""
     for dtype, size in (("bf16", 128), ("fp16", 4096), ("bf16", 8192)):
         signature = {"out_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "num_rows": "i32"}
         strides = {"rows_per_token": "i32", "token_stride": "i32:16", "size": "i32:16"}
