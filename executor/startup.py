@@ -63,7 +63,7 @@ def phase(name: str) -> Iterator[None]:
     logger.info("%s: %.2f s", name, time.monotonic() - started_s)
 
 
-class Choices(NamedTuple):
+class Decisions(NamedTuple):
     """What is decided before any weight is read."""
 
     model_config: ModelDescription
@@ -81,20 +81,20 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     chosen = choose_backend(config.attention_backend)
     device = own_device(config, chosen.device)
     with phase("configuration"):
-        choices = _choose(config, chosen, device)
+        decided = _choose(config, chosen, device)
         parallel = join_group(config, device)
     with phase("weights"):
-        model = _load(config, choices, chosen.backend, device, parallel)
-        fingerprint = _fingerprint(config, choices)
+        model = _load(config, decided, chosen.backend, device, parallel)
+        fingerprint = _fingerprint(config, decided)
         has_program = compile_model(model)
     weight_bytes = _weight_bytes(model)
-    max_model_len = choices.max_model_len
+    max_model_len = decided.max_model_len
     with phase("KV pool"):
         check_agreement(parallel, fingerprint, config.block_size)
         runner = make_runner(
-            config, model, max_model_len, choices.kv_dtype, chosen.backend, device_of(device), parallel
+            config, model, max_model_len, decided.kv_dtype, chosen.backend, device_of(device), parallel
         )
-    compilation = chosen.backend.compilation_for(choices.dtype, model.products, has_program)
+    compilation = chosen.backend.compilation_for(decided.dtype, model.products, has_program)
     if compilation.calls:
         with phase("kernels"):
             compile_in_turn(compilation, parallel)
@@ -110,7 +110,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
         num_blocks=runner.num_blocks,
         block_size=config.block_size,
         max_model_len=max_model_len,
-        vocab_size=choices.model_config.vocab_size,
+        vocab_size=decided.model_config.vocab_size,
         model_fingerprint=fingerprint,
         device_bytes=_device_bytes(weight_bytes, runner),
         process=f"process {os.getpid()} on {socket.gethostname()}",
@@ -129,7 +129,7 @@ def choose_max_model_len(requested: int | None, model_config: ModelDescription) 
     return requested or model_config.default_max_model_len
 
 
-def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choices:
+def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Decisions:
     """Read config.json and decide what follows from it; refuse what cannot be before minutes of loading."""
     if not config.model:
         raise ValueError("no model: set --model to its directory")
@@ -140,35 +140,35 @@ def _choose(config: Config, chosen: ChosenBackend, device: torch.device) -> Choi
     num_threads, reason = choose_num_threads(config.num_threads, num_sharing=num_local_ranks(config))
     cpu.set_num_threads(num_threads)
     logger.info("%d threads: %s", num_threads, reason)
-    choices = Choices(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen))
+    decided = Decisions(model_config, max_model_len, dtype, choose_kv_dtype(config.kv_cache_dtype, dtype, chosen))
     if config.rank == 0:  # which says it for all
-        _refuse_impossible(config, choices, device)
-        _refuse_too_large(config, choices, chosen, device)
+        _refuse_impossible(config, decided, device)
+        _refuse_too_large(config, decided, chosen, device)
         _warn_of_no_effect(config, device)
-    return choices
+    return decided
 
 
-def _refuse_impossible(config: Config, choices: Choices, device: torch.device) -> None:
+def _refuse_impossible(config: Config, decided: Decisions, device: torch.device) -> None:
     """Raise ValueError for a split of the model that cannot be, and for a KV pool that cannot be, whatever the weights
     take."""
-    check_size(choices.model_config, config.tensor_parallel_size)
+    check_size(decided.model_config, config.tensor_parallel_size)
     shapes = [
         (num_kv_heads_of_rank(num_kv_heads, config.tensor_parallel_size), key_size, value_size)
-        for num_kv_heads, key_size, value_size in choices.model_config.kv_shapes
+        for num_kv_heads, key_size, value_size in decided.model_config.kv_shapes
     ]
-    _size_pool(config, shapes, choices.max_model_len, choices.kv_dtype, device)
+    _size_pool(config, shapes, decided.max_model_len, decided.kv_dtype, device)
 
 
-def _refuse_too_large(config: Config, choices: Choices, chosen: ChosenBackend, device: torch.device) -> None:
+def _refuse_too_large(config: Config, decided: Decisions, chosen: ChosenBackend, device: torch.device) -> None:
     """Raise ValueError for weights that this rank has no memory for."""
-    model = choices.model_config
+    model = decided.model_config
     forms = choose_forms(Path(config.model), model, config)
     if isinstance(model, ModelConfig):
         parallel = TensorParallel(config.rank, config.tensor_parallel_size)
         footprint = native_footprint(model, chosen.backend, parallel, forms)
     else:
         footprint = borrowed_footprint(model, forms)
-    refuse_too_large(config, footprint.weight_bytes(choices.dtype), device, num_sharing=num_local_ranks(config))
+    refuse_too_large(config, footprint.weight_bytes(decided.dtype), device, num_sharing=num_local_ranks(config))
 
 
 def _warn_of_no_effect(config: Config, device: torch.device) -> None:
@@ -179,13 +179,13 @@ def _warn_of_no_effect(config: Config, device: torch.device) -> None:
 
 
 def _load(
-    config: Config, choices: Choices, backend: Backend, device: torch.device, parallel: TensorParallel
+    config: Config, decided: Decisions, backend: Backend, device: torch.device, parallel: TensorParallel
 ) -> LoadedModel:
     return load_model(
         Path(config.model),
-        choices.model_config,
-        choices.dtype,
-        max_model_len=choices.max_model_len,
+        decided.model_config,
+        decided.dtype,
+        max_model_len=decided.max_model_len,
         load_format=config.load_format,
         quantization=config.quantization,
         backend=backend,
@@ -195,12 +195,12 @@ def _load(
     )
 
 
-def _fingerprint(config: Config, choices: Choices) -> str:
+def _fingerprint(config: Config, decided: Decisions) -> str:
     return model_fingerprint(
         Path(config.model),
-        choices.model_config,
-        choices.dtype,
-        max_model_len=choices.max_model_len,
+        decided.model_config,
+        decided.dtype,
+        max_model_len=decided.max_model_len,
         load_format=config.load_format,
         quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
