@@ -19,12 +19,12 @@ import msgspec
 from bench.flags import not_negative, positive
 from bench.instant_scheduler import InstantScheduler
 from bench.results import write_results
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from octavo.errors import ChildRefusedError, CommandError
-from octavo.listening import is_healthy, with_ports
-from octavo.processes import POLL_S, Process, end_processes
-from octavo.resolve import resolve_model
-from octavo.socket_directory import socket_directory
+from octavo.models.resolve import resolve_model
+from octavo.serving.listening import is_healthy, with_ports
+from octavo.serving.processes import POLL_S, Process, end_processes
+from octavo.serving.socket_directory import socket_directory
 from protocol.config import Config
 from protocol.settings.loading import child_environ
 

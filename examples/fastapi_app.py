@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 
-from gateway.app import create_app
+from gateway.http.app import create_app
 from octavo import AsyncLLM, SamplingParams
 
 

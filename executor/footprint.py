@@ -12,12 +12,12 @@ from executor.gguf import read_index
 from executor.memory import KVShape
 from executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
 from executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
+from executor.models.weights import source_names
 from executor.parallel import ALONE
 from executor.quantization import choose_rounding
 from executor.quantization.groups import whole_groups
 from executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
 from executor.shards import Shard
-from executor.weights import source_names
 from kernels.backend import Backend
 from protocol.config import Config
 

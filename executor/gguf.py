@@ -33,7 +33,7 @@ class GGUFWeights:
         self._bytes = np.memmap(self._path, mode="r")
 
     def check(self, needed: set[str], unneeded: set[str]) -> None:
-        """See `executor.weights.Source`. What the file has and the model does not need was refused by the resolver."""
+        """See `executor.models.weights.Source`. What the file has and the model does not need was refused by the resolver."""
         if missing := sorted(needed - self._tensors.keys()):
             raise ValueError(f"the index of {self._path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 

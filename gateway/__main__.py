@@ -19,11 +19,11 @@ with imports_of("python -m gateway", "gateway"):
     import uvicorn
     from starlette.applications import Starlette
 
-    from gateway.app import create_app, model_names
-    from gateway.http_protocol import BoundedHttpProtocol
-    from gateway.listener import listen, listening_at, turn_away
-    from gateway.metrics import Metrics
-    from gateway.metrics_page import create_metrics_app, serving
+    from gateway.http.app import create_app, model_names
+    from gateway.http.http_protocol import BoundedHttpProtocol
+    from gateway.http.listener import listen, listening_at, turn_away
+    from gateway.http.metrics_page import create_metrics_app, serving
+    from gateway.measuring.metrics import Metrics
 
 FIELDS = (
     "model",

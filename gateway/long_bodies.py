@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.asked import PromptTokens
+from gateway.asking.asked import PromptTokens
 from gateway.reader_messages import (
     LENGTH_BYTES,
     Answer,

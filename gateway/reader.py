@@ -19,16 +19,16 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.body import decode_body
-from gateway.errors import internal_error
-from gateway.generate import CHAT, COMPLETIONS, Door
-from gateway.model import Model
-from gateway.model_files import ModelFiles, read_model_files
-from gateway.prepare import prepare
+from gateway.asking.model import Model
+from gateway.asking.prepare import prepare
+from gateway.http.body import decode_body
+from gateway.http.errors import internal_error
+from gateway.http.generate import CHAT, COMPLETIONS, Door
+from gateway.http.service import served_name
 from gateway.reader_messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
 from gateway.request_error import RequestError
-from gateway.service import served_name
-from gateway.steps import Steps, next_step
+from gateway.text.model_files import ModelFiles, read_model_files
+from gateway.text.steps import Steps, next_step
 from protocol.messages import pack_ids
 from protocol.process import configure_logging, refuse
 from protocol.settings.loading import load_config

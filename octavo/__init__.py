@@ -12,20 +12,20 @@ from protocol.extras import require_extras  # noqa: E402
 from protocol.version import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
 
 if TYPE_CHECKING:
-    from octavo.async_llm import AsyncLLM
-    from octavo.llm import LLM
-    from octavo.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.sampling_params import SamplingParams
+    from octavo.python.async_llm import AsyncLLM
+    from octavo.python.llm import LLM
+    from octavo.python.outputs import CompletionOutput, Logprob, RequestOutput
+    from octavo.python.sampling_params import SamplingParams
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
 
 MODULES = {
-    "LLM": "octavo.llm",
-    "AsyncLLM": "octavo.async_llm",
-    "CompletionOutput": "octavo.outputs",
-    "Logprob": "octavo.outputs",
-    "RequestOutput": "octavo.outputs",
-    "SamplingParams": "octavo.sampling_params",
+    "LLM": "octavo.python.llm",
+    "AsyncLLM": "octavo.python.async_llm",
+    "CompletionOutput": "octavo.python.outputs",
+    "Logprob": "octavo.python.outputs",
+    "RequestOutput": "octavo.python.outputs",
+    "SamplingParams": "octavo.python.sampling_params",
 }
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from octavo.cache import models_directory
+from octavo.models.cache import models_directory
 from protocol.version import __version__
 
 Section = Mapping[str, str]

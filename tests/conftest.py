@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import kernels.choice  # noqa: F401  (before whatever loads torch: one OpenMP runtime)
-from octavo.resolve import resolve_model
+from octavo.models.resolve import resolve_model
 
 
 @pytest.fixture(scope="session")

@@ -76,7 +76,7 @@ def test_the_python_api_loads_nothing_of_http() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("module", ["gateway.app", "gateway.__main__", "scheduler.server", "scheduler.__main__"])
+@pytest.mark.parametrize("module", ["gateway.http.app", "gateway.__main__", "scheduler.server", "scheduler.__main__"])
 def test_gateway_and_scheduler_never_load_torch(module: str) -> None:
     code = f"import sys, {module}; print('torch' in sys.modules, 'numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

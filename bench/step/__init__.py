@@ -9,7 +9,7 @@ import msgspec
 
 from octavo.commands.flags import EPILOG, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
-from octavo.resolve import resolve_model_of
+from octavo.models.resolve import resolve_model_of
 from protocol.config import ConfigError
 from protocol.process import configure_logging
 from protocol.settings.flags import add_flags

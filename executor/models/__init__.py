@@ -18,9 +18,9 @@ from executor.models.interface import LoadedModel, Model, ModelDescription
 from executor.models.renaming import renamed
 from executor.models.rotary import rotary_table
 from executor.models.split import check_size
+from executor.models.weights import DummyWeights, agreed_ties, load_weights
 from executor.parallel import ALONE, TensorParallel
 from executor.quantization import Quantization, choose_rounding
-from executor.weights import DummyWeights, agreed_ties, load_weights
 from kernels.backend import Backend
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The Llama family's decoder, on one page.
 
-Attribute names are the checkpoint's names; `executor.weights` knows which layers are fused. The residual stream is
+Attribute names are the checkpoint's names; `executor.models.weights` knows which layers are fused. The residual stream is
 float32, everything else has the dtype of the weights.
 """
 

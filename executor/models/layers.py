@@ -1,6 +1,6 @@
 """Layers that carry tensor parallelism in their type, so that a model contains no collective.
 
-Parameters are born on the meta device with this rank's shape; `executor.weights` fills them. A layer says which part of
+Parameters are born on the meta device with this rank's shape; `executor.models.weights` fills them. A layer says which part of
 a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from executor.models.config import ModelConfig
+from executor.models.weights import NamedSource
 from executor.shards import Shard
-from executor.weights import NamedSource
 from kernels.groupwise import GroupwiseWeight
 
 LAYERS = "model.layers."  # ours

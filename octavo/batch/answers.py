@@ -5,10 +5,10 @@ from contextlib import closing
 
 from octavo.batch.prompts import Prompt
 from octavo.batch.run import Batch
-from octavo.local_engine import LocalEngine
-from octavo.outputs import RequestOutput
-from octavo.preparation import PreparedRequest
-from octavo.sampling_params import SamplingParams
+from octavo.python.local_engine import LocalEngine
+from octavo.python.outputs import RequestOutput
+from octavo.python.preparation import PreparedRequest
+from octavo.python.sampling_params import SamplingParams
 from protocol.config import Config
 
 # Results are added in order: while a long answer is awaited, the shorter ones after it keep the model busy.

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai_types import ChatMessage
+from gateway.openai.types import ChatMessage
 from octavo.batch.escapes import unescape
 from octavo.errors import CommandError
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import Any
 
-from octavo.api_client import ApiClient
 from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
-from octavo.own_server import own_server
-from octavo.sampling_flags import add_sampling_flags, sampling_values
-from octavo.settings import refuse_launcher_fields
-from octavo.terminal import Terminal, piped_lines, typed_lines
+from octavo.python.settings import refuse_launcher_fields
+from octavo.terminal.api_client import ApiClient
+from octavo.terminal.own_server import own_server
+from octavo.terminal.sampling_flags import add_sampling_flags, sampling_values
+from octavo.terminal.screen import Terminal, piped_lines, typed_lines
 from protocol.config import ConfigError
 from protocol.process import begin_log, paragraph
 

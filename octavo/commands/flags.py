@@ -6,8 +6,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.demo import DEMO_NAME
-from octavo.settings import HTTP_FIELDS
+from octavo.models.demo import DEMO_NAME
+from octavo.python.settings import HTTP_FIELDS
 from protocol.config import FIELDS, Config, ConfigError
 from protocol.settings.flags import SEVERAL_VALUES, add_flags, flag_name
 from protocol.settings.loading import load_config

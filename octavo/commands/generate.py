@@ -11,12 +11,12 @@ from octavo.batch.prompts import SUFFIXES
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
 from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
-from octavo.demo import DEMO_NAME
 from octavo.errors import CommandError
-from octavo.resolve import from_root, one_name
-from octavo.sampling_flags import add_sampling_flags, sampling_values
-from octavo.sampling_params import SamplingParams
-from octavo.settings import refuse_launcher_fields
+from octavo.models.demo import DEMO_NAME
+from octavo.models.resolve import from_root, one_name
+from octavo.python.sampling_params import SamplingParams
+from octavo.python.settings import refuse_launcher_fields
+from octavo.terminal.sampling_flags import add_sampling_flags, sampling_values
 from protocol.config import FIELDS, Config, ConfigError
 from protocol.process import begin_log
 

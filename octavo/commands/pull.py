@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.commands.flags import EPILOG, add_model, read_config
-from octavo.resolve import resolve_model_of
+from octavo.models.resolve import resolve_model_of
 from protocol.process import begin_log
 from protocol.settings.flags import add_flags
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
-from octavo.dry_run import dry_run
-from octavo.launcher import serve
-from octavo.listening import with_ports
-from octavo.resolve import resolve_model_of
-from octavo.settings import refuse_launcher_fields
+from octavo.models.resolve import resolve_model_of
+from octavo.python.settings import refuse_launcher_fields
+from octavo.serving.dry_run import dry_run
+from octavo.serving.launcher import serve
+from octavo.serving.listening import with_ports
 from protocol.config import Config
 from protocol.lifeline import LIFELINE_FLAG
 from protocol.process import begin_log, inherited_heart

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.commands.flags import read_config
-from octavo.processes import STOP_GRACE_S
-from octavo.supervise import supervise
+from octavo.serving.processes import STOP_GRACE_S
+from octavo.serving.supervise import supervise
 from protocol.process import begin_log
 from protocol.settings.flags import add_flags
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from octavo.settings import LAUNCHER_FIELDS
+from octavo.python.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS, PREFIX, Config
 from protocol.link_keys import client_keys, make_keys, server_keys
 from protocol.settings.loading import load_config

@@ -14,8 +14,8 @@ import pytest
 import yaml
 from prometheus_client.metrics_core import Metric
 
-from gateway.engine_metrics import EngineCollector
-from gateway.metrics import Metrics
+from gateway.measuring.engine_metrics import EngineCollector
+from gateway.measuring.metrics import Metrics
 from protocol.messages import Ready, Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

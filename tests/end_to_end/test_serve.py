@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from octavo.resolve import resolve_model
+from octavo.models.resolve import resolve_model
 from tests.fakes.octavo_server import Server, running_server
 from tests.fakes.waiting import wait_until
 

@@ -16,7 +16,7 @@ from executor.footprint import native_footprint
 from executor.models import TensorParallel, load_model, read_model_config
 from kernels import cpu, reference
 from kernels.choice import ChosenBackend
-from octavo.convert import link_gguf
+from octavo.models.convert import link_gguf
 from protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, write
 from tests.fakes.checkpoints import make_checkpoint

@@ -17,11 +17,11 @@ from executor.models import Decoder, TensorParallel, load_model, read_model_conf
 from executor.models.layers import packed_weights
 from executor.shards import Shard
 from kernels import cpu, reference
-from octavo.convert import link_gguf
-from octavo.convert.metadata import GGUFFile
-from octavo.convert.weights import plan_weights
-from octavo.demo import demo_gguf
-from octavo.resolve import resolve_model
+from octavo.models.convert import link_gguf
+from octavo.models.convert.metadata import GGUFFile
+from octavo.models.convert.weights import plan_weights
+from octavo.models.demo import demo_gguf
+from octavo.models.resolve import resolve_model
 from protocol.model_files.gguf_index import GGUF_TYPES
 from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near, assert_rounded

@@ -12,7 +12,7 @@ from executor.memory import allocate_kv_caches
 from executor.models import Decoder, load_model, read_model_config
 from executor.runner import ModelRunner
 from kernels import cpu
-from octavo.resolve import resolve_model
+from octavo.models.resolve import resolve_model
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 from tests.fakes.runner_driver import RunnerDriver, init
 

@@ -17,7 +17,7 @@ from executor.models.config import ARCHITECTURES
 from executor.models.layers import Shard
 from executor.models.renaming import renamed
 from kernels import cpu
-from octavo.older import FAMILIES
+from octavo.models.older import FAMILIES
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
 from tests.fakes.paged_decoding import assert_greedy, greedy_tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.models import TensorParallel, load_model, read_model_config
 from kernels import cpu
-from octavo.convert import link_gguf
+from octavo.models.convert import link_gguf
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_near
 from tests.fakes.quantized_checkpoints import awq, compressed_fp8, compressed_packed, fp8_blocks, gptq

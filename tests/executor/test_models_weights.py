@@ -15,8 +15,8 @@ from executor.fingerprint import model_fingerprint
 from executor.models import TensorParallel, load_model, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.rotary import rotary_table
+from executor.models.weights import load_weights
 from executor.shards import Shard
-from executor.weights import load_weights
 from kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from octavo.resolve import resolve_model
+from octavo.models.resolve import resolve_model
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,9 +14,9 @@ from executor.models import LoadedModel, read_model_config
 from executor.models.borrowed.attention import CurrentStep
 from executor.models.borrowed.decoder import pack_products
 from executor.models.renaming import renamed
+from executor.models.weights import DummyWeights
 from executor.quantization import round_weight
 from executor.shards import Shard
-from executor.weights import DummyWeights
 from kernels import reference
 from kernels.groupwise import GroupwiseWeight
 from tests.fakes.borrowed_checkpoints import CASES, load

@@ -17,8 +17,8 @@ from executor.models import load_model, read_model_config
 from executor.torch_file import TorchFile
 from kernels import cpu
 from kernels.choice import ChosenBackend
-from octavo.checkpoint import require_checkpoint
 from octavo.errors import ModelError
+from octavo.models.checkpoint import require_checkpoint
 from protocol.config import Config
 from protocol.model_files.torch_archive import damage
 from protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE

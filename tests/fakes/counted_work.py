@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from gateway.steps import Steps
+from gateway.text.steps import Steps
 
 
 class Work:

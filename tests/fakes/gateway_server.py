@@ -12,10 +12,10 @@ import msgspec
 import openai
 
 from gateway.__main__ import Server, uvicorn_config
-from gateway.app import create_app
-from gateway.body_limits import BodyTimes
-from gateway.http_protocol import BoundedHttpProtocol
-from gateway.listener import listen
+from gateway.http.app import create_app
+from gateway.http.body_limits import BodyTimes
+from gateway.http.http_protocol import BoundedHttpProtocol
+from gateway.http.listener import listen
 from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.choices import Choices, TokenCounts
-from gateway.client import SchedulerClient
-from gateway.delta import Delta, Whole
-from gateway.engine import Engine, GenerationRequest, Prompt
-from gateway.events import Content, NewSplitter, Part, PlainText
-from gateway.metrics import Metrics, observers
-from gateway.tokenizer import Tokenizer
+from gateway.asking.choices import Choices, TokenCounts
+from gateway.asking.events import Content, NewSplitter, Part, PlainText
+from gateway.link.client import SchedulerClient
+from gateway.link.engine import Engine, GenerationRequest, Prompt
+from gateway.measuring.metrics import Metrics, observers
+from gateway.text.delta import Delta, Whole
+from gateway.text.tokenizer import Tokenizer
 from protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.model_directories import write_tiny_model

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from gateway.encodings import MAX_ENCODINGS, NUM_THREADS, Encodings
+from gateway.asking.encodings import MAX_ENCODINGS, NUM_THREADS, Encodings
 from gateway.request_error import RequestError
-from gateway.steps import Steps, finished
-from gateway.tokenizer import Tokenizer
+from gateway.text.steps import Steps, finished
+from gateway.text.tokenizer import Tokenizer
 from tests.fakes.counted_work import Work
 
 

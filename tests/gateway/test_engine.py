@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client import SchedulerClient
-from gateway.engine import (
+from gateway.link.client import SchedulerClient
+from gateway.link.engine import (
     Delta,
     Engine,
     Generation,
@@ -18,7 +18,7 @@ from gateway.engine import (
     Refused,
     Unavailable,
 )
-from gateway.tokenizer import Tokenizer
+from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
 from protocol.sampling import Sampling
 from tests.fakes.fake_scheduler import FakeScheduler, Faults, LoseFirst, running

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.chunk_writer import DONE
-from gateway.sse import EventStream
+from gateway.http.sse import EventStream
+from gateway.openai.chunk_writer import DONE
 
 
 class Exchange:

@@ -208,7 +208,7 @@ async def test_the_log_says_when_the_model_is_ready_and_when_it_no_longer_is(
     tiny_model: Path, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler.can_progress = False
-    with caplog.at_level("INFO", "gateway.client"):
+    with caplog.at_level("INFO", "gateway.link.client"):
         async with serving(tiny_model, scheduler):
             for can_progress in (True, False, True):
                 said = len(caplog.messages)

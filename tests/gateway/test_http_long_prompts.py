@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.generate import SHORT_BYTES
+from gateway.http.generate import SHORT_BYTES
 from gateway.long_bodies import MAX_BODIES
 from protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.engine_metrics import HISTOGRAMS
+from gateway.measuring.engine_metrics import HISTOGRAMS
 from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_SEQS, Histogram
 from protocol.messages import Abort, EngineHistograms, HistogramCounts, Stats, Submit, encode
 from tests.fakes.fake_scheduler import FakeScheduler, running

@@ -17,8 +17,8 @@ import httpx
 import openai
 import pytest
 
-from octavo.listening import is_healthy as is_healthy_at
-from octavo.processes import Process
+from octavo.serving.listening import is_healthy as is_healthy_at
+from octavo.serving.processes import Process
 from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
@@ -186,7 +186,7 @@ def test_a_setting_that_cannot_be_is_one_line(tiny_model: Path, settings: dict[s
 
 def test_it_never_loads_torch(tiny_model: Path) -> None:
     program = (
-        "import sys; from gateway.app import create_app; from protocol.config import Config;"
+        "import sys; from gateway.http.app import create_app; from protocol.config import Config;"
         f"create_app(Config(model={str(tiny_model)!r}));"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
     )

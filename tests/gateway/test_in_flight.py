@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from gateway.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, Event, InFlight
+from gateway.link.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, Event, InFlight
 from protocol.messages import (
     PROTOCOL_VERSION,
     Abort,

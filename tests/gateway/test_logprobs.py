@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.delta import TokenLogprob
-from gateway.logprobs import CompletionLogprobsWriter
-from gateway.tokenizer import Tokenizer
+from gateway.openai.logprobs import CompletionLogprobsWriter
+from gateway.text.delta import TokenLogprob
+from gateway.text.tokenizer import Tokenizer
 
 
 def offsets(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:

@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from gateway.delta import Delta
-from gateway.metrics import Arrival, Metrics, Observation, watch_loop
+from gateway.measuring.metrics import Arrival, Metrics, Observation, watch_loop
+from gateway.text.delta import Delta
 from protocol.measures import RecentMaximum
 
 MODEL = "tiny"

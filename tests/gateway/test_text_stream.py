@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.delta import Delta, TokenLogprob
-from gateway.text_stream import TextStream
-from gateway.tokenizer import Tokenizer
+from gateway.text.delta import Delta, TokenLogprob
+from gateway.text.text_stream import TextStream
+from gateway.text.tokenizer import Tokenizer
 from protocol.messages import Output, pack_ids
 from protocol.sampling import Sampling
 from tests.fakes.toy_model import logprobs_of

@@ -15,7 +15,7 @@ from octavo.batch.results import open_results
 from octavo.batch.run import Batch
 from octavo.cli import main
 from octavo.errors import CommandError, GenerationError, GenerationFailedError
-from octavo.outputs import CompletionOutput, RequestOutput
+from octavo.python.outputs import CompletionOutput, RequestOutput
 
 PARAMETERS = {"model": "tiny", "max_tokens": 20}
 WINDOW = 8

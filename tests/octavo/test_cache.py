@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from octavo.cache import build_once, models_directory, require_space
 from octavo.errors import ModelError
+from octavo.models.cache import build_once, models_directory, require_space
 
 
 def build_half_and_die(partial: Path) -> None:

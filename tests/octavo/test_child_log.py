@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from octavo.child_log import ChildLog
+from octavo.serving.child_log import ChildLog
 
 
 def log_of(*writings: bytes, reasons_last: bool = False) -> ChildLog:

@@ -12,8 +12,8 @@ import pytest
 from octavo import __version__
 from octavo.cli import build_parser, main
 from octavo.commands.flags import read_config
-from octavo.resolve import resolve_model
-from octavo.settings import LAUNCHER_FIELDS
+from octavo.models.resolve import resolve_model
+from octavo.python.settings import LAUNCHER_FIELDS
 from protocol.config import FIELDS
 
 
@@ -249,7 +249,7 @@ def test_the_log_is_ours_unless_all_is_asked_for(level: str, said: list[str]) ->
     program = (
         "import logging; from protocol.process import configure_logging; "
         f"configure_logging('x', {level!r}); "
-        "logging.getLogger('octavo.launcher').info('ours'); logging.getLogger('uvicorn.error').info('theirs')"
+        "logging.getLogger('octavo.serving.launcher').info('ours'); logging.getLogger('uvicorn.error').info('theirs')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.rsplit(" ", 1)[1] for line in done.stderr.splitlines()] == said

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from octavo.convert import convert_gguf
 from octavo.errors import ModelError
+from octavo.models.convert import convert_gguf
 from tests.fakes.tiny_gguf import CHAT_TEMPLATE, tiny_model, vocabulary, write_gguf
 
 LLAMA3 = {

@@ -8,9 +8,9 @@ import gguf
 import pytest
 from tokenizers import Tokenizer
 
-from octavo.convert import convert_gguf
-from octavo.convert.keys import HARMLESS, NEUTRAL, NO_SAMPLING, READ
 from octavo.errors import ModelError
+from octavo.models.convert import convert_gguf
+from octavo.models.convert.keys import HARMLESS, NEUTRAL, NO_SAMPLING, READ
 from tests.fakes.tiny_gguf import HIDDEN_SIZE, NUM_HEADS, tiny_model, write_gguf
 
 

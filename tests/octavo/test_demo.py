@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from octavo.cli import main
-from octavo.demo import DEMO_NAME, demo_gguf, extract_gguf
 from octavo.errors import ModelError
-from octavo.resolve import ResolvedModel, resolve_config, resolve_config_of, resolve_model, resolve_model_of
+from octavo.models.demo import DEMO_NAME, demo_gguf, extract_gguf
+from octavo.models.resolve import ResolvedModel, resolve_config, resolve_config_of, resolve_model, resolve_model_of
 from protocol.settings.loading import load_config
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.event_stream import event_payloads
+from octavo.terminal.event_stream import event_payloads
 
 STREAM = (
     'data: {"a": 1}\r\n\r\n: ping\n\ndata:two\ndata: lines\r\rid: 7\n\ndata: \u2028 🫠\x0b.\n\ndata: [DONE]\n\n'

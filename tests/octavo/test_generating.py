@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.client import SchedulerClient
-from gateway.engine import Engine
-from gateway.model_files import ModelFiles, read_model_files
+from gateway.link.client import SchedulerClient
+from gateway.link.engine import Engine
+from gateway.text.model_files import ModelFiles, read_model_files
 from octavo.errors import GenerationFailedError
-from octavo.generating import Generating
-from octavo.outputs import RequestOutput
-from octavo.preparation import Preparation, PreparedRequest
-from octavo.sampling_params import SamplingParams
+from octavo.python.generating import Generating
+from octavo.python.outputs import RequestOutput
+from octavo.python.preparation import Preparation, PreparedRequest
+from octavo.python.sampling_params import SamplingParams
 from protocol.config import Config
 from protocol.messages import Abort, Hello, Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler, computed_reply, running

@@ -9,10 +9,10 @@ import pytest
 
 from executor.gguf import read_index
 from executor.models import read_model_config
-from gateway.model_files import read_model_files
-from octavo.convert.header import read_header
+from gateway.text.model_files import read_model_files
 from octavo.errors import ModelError
-from octavo.resolve import resolve_model
+from octavo.models.convert.header import read_header
+from octavo.models.resolve import resolve_model
 from protocol.config import Config
 from protocol.model_files.bounded import LARGEST_BYTES, LARGEST_LIST_BYTES
 from tests.fakes.commands import start

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gateway.model_files import read_model_files
+from gateway.text.model_files import read_model_files
 from protocol.config import Config
 from tests.fakes.fake_hub import COMMIT, FakeHub, running
 from tests.fakes.model_directories import write_byte_level_model
@@ -48,7 +48,7 @@ UNWANTED = dict.fromkeys(UNWANTED_NAMES, b"large")
 RESOLVE = """
 import sys
 from octavo.errors import ModelError
-from octavo.resolve import resolve_config, resolve_model
+from octavo.models.resolve import resolve_config, resolve_model
 try:
     if "--config" in sys.argv:
         print(resolve_config(sys.argv[1]))

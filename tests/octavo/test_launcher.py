@@ -6,8 +6,8 @@ import shlex
 import pytest
 
 from octavo.errors import LaunchError
-from octavo.launcher import ready_text
-from octavo.listening import server_url, with_ports
+from octavo.serving.launcher import ready_text
+from octavo.serving.listening import server_url, with_ports
 from protocol.config import Config
 from protocol.tcp import bind
 

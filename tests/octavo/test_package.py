@@ -198,7 +198,7 @@ def test_a_missing_extra_is_one_sentence(
 def test_the_base_has_a_scheduler_and_a_supervisor_and_knows_what_llm_lacks(
     installation: Installation, tmp_path: Path
 ) -> None:
-    for module in ("scheduler.server", "octavo.supervise", "octavo.cli"):
+    for module in ("scheduler.server", "octavo.serving.supervise", "octavo.cli"):
         done = installation.run(installation.bare, "-c", f"import {module}", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     done = installation.run(installation.bare, "-c", "from octavo import LLM", cwd=tmp_path)

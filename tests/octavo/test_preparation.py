@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gateway.model_files import ModelFiles, read_model_files
-from octavo.preparation import Preparation, one_each, split_conversations, split_prompts
-from octavo.sampling_params import SamplingParams
+from gateway.text.model_files import ModelFiles, read_model_files
+from octavo.python.preparation import Preparation, one_each, split_conversations, split_prompts
+from octavo.python.sampling_params import SamplingParams
 from protocol.config import Config
 from protocol.messages import Ready
 from tests.fakes.model_directories import text_ids, write_metaspace_model, write_tiny_model

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from octavo.errors import LaunchError
-from octavo.processes import (
+from octavo.serving.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STABLE_AFTER_S,

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from octavo.errors import ModelError
-from octavo.resolve import ResolvedModel, resolve_model
+from octavo.models.resolve import ResolvedModel, resolve_model
 from tests.fakes.safetensors_files import NO_TENSORS
 from tests.fakes.tiny_gguf import tiny_model, vocabulary, write_gguf
 

@@ -6,7 +6,7 @@ import typing
 
 import pytest
 
-from gateway.openai_types import CommonRequest, OnlyNeutral
+from gateway.openai.types import CommonRequest, OnlyNeutral
 from octavo import SamplingParams
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from octavo import LLM, AsyncLLM
 from octavo.commands import serve
-from octavo.settings import LAUNCHER_FIELDS, config_of, wants_http
+from octavo.python.settings import LAUNCHER_FIELDS, config_of, wants_http
 from protocol.config import FIELDS, ConfigError
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from octavo.socket_directory import socket_directory
+from octavo.serving.socket_directory import socket_directory
 
 ROOT = Path(__file__).parents[2]
 KILLED = """
 import os
-from octavo.socket_directory import socket_directory
+from octavo.serving.socket_directory import socket_directory
 with socket_directory() as path:
     (path / "frontend").touch()
     print(path, flush=True)

@@ -27,7 +27,7 @@ def test_a_user_without_home_or_name_is_told_what_to_do(command: tuple[str, ...]
 
 def test_the_home_of_nobody_is_that_of_containers() -> None:
     code = "import os; os.getuid = lambda: 4_242_424\nfrom protocol.process import know_home; know_home()\n"
-    shown = "from octavo.cache import models_directory; print(os.environ['HOME'], models_directory())"
+    shown = "from octavo.models.cache import models_directory; print(os.environ['HOME'], models_directory())"
     assert run(code=code + shown).stdout.split() == ["/", "/.cache/octavo/models"]
     assert run(code=code + shown, HOME="/h").stdout.split()[0] == "/h"
 

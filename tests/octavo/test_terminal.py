@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.listener import listen
+from gateway.http.listener import listen
 from octavo.cli import main
 from protocol.messages import Abort, Submit, unpack_ids
 from tests.fakes.fake_scheduler import FakeScheduler

@@ -20,9 +20,9 @@ from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_p
 from executor.models.borrowed.notices import quiet, silence_padding_notice
 from executor.models.borrowed.quantized import StoredTensor, find_packed, pack_stored, state_to_load
 from executor.models.borrowed.rotary import make_rotary_static
+from executor.models.weights import DummyWeights
 from executor.progress import tqdm_disable
 from executor.shards import Shard
-from executor.weights import DummyWeights
 from kernels import reference
 from kernels.backend import Backend
 

@@ -1,0 +1,167 @@
+"""The generations of one HTTP request: started together or not at all, read as one stream, ended together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from gateway.asking.events import Answer, Event, NewSplitter, PlainText
+from gateway.link.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from gateway.request_error import RequestError, overloaded, unavailable
+from gateway.text.delta import Delta
+
+
+class Observer(Protocol):
+    """Counts one generation for the metrics."""
+
+    def see(self, delta: Delta) -> None: ...
+    def end(self, reason: str) -> None: ...
+
+
+# Called once all that may run together are admitted: the requests and n to an observer for each.
+Observe = Callable[[Sequence[GenerationRequest], int], Sequence[Observer]]
+
+
+class TokenCounts(NamedTuple):
+    """What a request used: the prompt of n choices counts once, and so does what the first found in the cache."""
+
+    prompt: int
+    cached: int  # of the prompt
+    completion: int
+
+
+class Choices:
+    """What `start` returns: as many choices are admitted as may run at once. Iterating gives events as they
+    come, and starts one of the others whenever a choice has ended.
+
+    Iterating raises RequestError if one of them fails; `close`, idempotent, aborts what still runs.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generations: Sequence[Generation],
+        requests: Sequence[GenerationRequest],
+        observers: Sequence[Observer],
+        n: int,
+        new_splitter: NewSplitter,
+    ) -> None:
+        self._engine = engine
+        self._requests = requests
+        self._generations = dict(enumerate(generations))  # by choice; a choice that waits has none
+        self._is_closed = False
+        self._observers = observers
+        self._splitters = [new_splitter() for _ in requests]
+        self._counted = range(0, len(requests), n)
+        self._num_prompt_tokens = sum(len(requests[index].prompt.token_ids) for index in self._counted)
+        self._num_cached_tokens = 0
+        self._num_completion_tokens = 0
+
+    @classmethod
+    async def start(
+        cls,
+        engine: Engine,
+        requests: Sequence[GenerationRequest],
+        *,
+        n: int,
+        observe: Observe,
+        new_splitter: NewSplitter = PlainText,
+    ) -> "Choices":
+        """Return the choices of `requests`, n a prompt, once as many choices as may run together are admitted.
+
+        Raises RequestError if one is not (429, 503 or 400): then none is left running.
+        """
+        try:
+            generations = await _start_all(engine, requests[: _num_places(engine)])
+        except Overloaded as error:
+            raise overloaded(error.reason, error.retry_after_s) from None
+        except Unavailable as error:
+            raise unavailable(error.reason) from None
+        except Refused as error:
+            raise RequestError(error.reason, code="refused") from None
+        return cls(engine, generations, requests, observe(requests, n), n, new_splitter)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        if len(self._requests) == 1:
+            async for delta in self._generations[0]:
+                yield self._event(0, delta)
+            return
+        async for index, delta in self._merged():
+            yield self._event(index, delta)
+
+    async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
+        pending = {asyncio.ensure_future(anext(each)): index for index, each in self._generations.items()}
+        num_begun = len(pending)
+        try:
+            while pending:
+                done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in sorted(done, key=pending.__getitem__):
+                    index, delta = pending.pop(task), task.result()
+                    if not delta.finish_reason:
+                        pending[asyncio.ensure_future(anext(self._generations[index]))] = index
+                    elif num_begun < len(self._requests):
+                        pending[asyncio.ensure_future(self._begin(num_begun))] = num_begun
+                        num_begun += 1
+                    yield index, delta
+        finally:
+            for task in pending:
+                task.cancel()
+
+    async def _begin(self, index: int) -> Delta:
+        """Start one more choice and return its first Delta."""
+        try:
+            generation = await self._engine.start_patiently(self._requests[index])
+        except Refused as error:
+            raise RequestError(error.reason, code="refused") from None
+        self._generations[index] = generation
+        if self._is_closed:
+            generation.close()
+            raise asyncio.CancelledError
+        return await anext(generation)
+
+    def _event(self, index: int, delta: Delta) -> Event:
+        """Count what a choice gives, and return it in parts. Raises RequestError if it failed."""
+        self._observers[index].see(delta)
+        self._num_completion_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            if index in self._counted:
+                self._num_cached_tokens += delta.num_cached_tokens
+            if delta.finish_reason in ("error", "abort"):
+                message = delta.error or "the generation was ended by the server"
+                raise RequestError(message, status=500, code="generation_failed")
+        return Event(index, self._splitters[index].split(delta), delta)
+
+    async def collect(self) -> list[Answer]:
+        """Return all choices, complete."""
+        answers = [Answer() for _ in self._requests]
+        async for event in self:
+            answers[event.choice].add(event)
+        return answers
+
+    def counts(self) -> TokenCounts:
+        """Return what was used, once every choice has ended."""
+        return TokenCounts(self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for generation in self._generations.values():
+            generation.close()
+        for observer in self._observers:
+            observer.end("abort")
+
+
+async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Generation]:
+    starting = [asyncio.create_task(engine.start(request)) for request in requests]
+    try:
+        return list(await asyncio.gather(*starting))
+    except BaseException:
+        for task in starting:
+            task.cancel()
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            if isinstance(outcome, Generation):
+                outcome.close()
+        raise
+
+
+def _num_places(engine: Engine) -> int:
+    """Return how many choices of one request may run at once: a quarter of a step is left to others."""
+    return max(1, engine.ready.max_num_seqs * 3 // 4) if engine.ready else 1

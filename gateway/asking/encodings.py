@@ -1,0 +1,42 @@
+"""What encodes prompts is done in steps, in threads, and a bounded number of them is under way at once."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from gateway.request_error import overloaded
+from gateway.text.steps import Steps, next_step
+
+Result = TypeVar("Result")
+
+MAX_ENCODINGS = 1024
+NUM_THREADS = 2
+RETRY_AFTER_S = 1.0
+
+
+class Encodings:
+    """Encodings take turns, so the shorter of them ends first; those whose client left take no more turns."""
+
+    def __init__(self) -> None:
+        self._num_running = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
+
+    async def run(self, steps: Steps[Result]) -> Result:
+        """Return what `steps` return. Raises RequestError (429) if too many encodings are under way."""
+        if self._num_running >= MAX_ENCODINGS:
+            message = f"{self._num_running} other prompts are being tokenized: send the request again later"
+            raise overloaded(message, RETRY_AFTER_S)
+        loop = asyncio.get_running_loop()
+        self._num_running += 1
+        try:
+            while True:
+                # One call a slice: whoever asked first is next, and a slice that nobody waits for is not begun.
+                result = await loop.run_in_executor(self._threads, next_step, steps)
+                if result is not None:
+                    return result[0]
+        finally:
+            self._num_running -= 1
+
+    def close(self) -> None:
+        """End the threads; the slices that they were asked for are done first."""
+        self._threads.shutdown()

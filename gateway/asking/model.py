@@ -1,0 +1,14 @@
+"""The served model as requests see it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.text.model_files import ModelFiles
+from protocol.messages import Ready
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    files: ModelFiles
+    ready: Ready
+    draw_seed: Callable[[], int]  # 64 random bits

@@ -1,0 +1,90 @@
+"""Which web pages may use the server: those of its own origin and of the configured ones. Others are refused.
+
+A browser lets a page of any site send requests to any server, one on the loopback too, and tells in `Origin` whose page
+it is. Programs that are no browsers send no Origin.
+"""
+
+import re
+from collections.abc import Sequence
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway.http.errors import error_response
+from gateway.http.request_id import HEADER
+from gateway.request_error import RequestError
+from protocol.config import ORIGIN_PATTERN
+
+EXPOSED_HEADERS = (HEADER, "Retry-After")
+METHODS = ("GET", "POST")
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class Origins:
+    """ASGI middleware that answers 403 to pages of other sites, and CORS preflights of those that may ask.
+
+    `has_keys`: a page that a client trusts with a key needs no further proof that the host is the server's own.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], *, has_keys: bool) -> None:
+        self.app = app
+        self.allowed = frozenset(allowed)
+        self.has_keys = has_keys
+        self.sharing = CORSMiddleware(
+            app, allow_origins=allowed, allow_methods=METHODS, allow_headers=["*"], expose_headers=EXPOSED_HEADERS
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = HTTPConnection(scope).headers.get("origin") if scope["type"] == "http" else None
+        if origin is None:
+            await self.app(scope, receive, send)
+        elif "*" in self.allowed or origin in self.allowed:
+            await self.sharing(scope, receive, send)
+        elif self._is_own(origin, HTTPConnection(scope).headers.get("host", "")):
+            await self.app(scope, receive, send)
+        else:
+            await error_response(_refusal(origin))(scope, receive, send)
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Return whether `origin` is the server's own.
+
+        A page of a foreign name that is made to lead to this machine (DNS rebinding) has Origin and Host alike: where
+        no key protects, only an address or localhost is taken for the server itself.
+        """
+        try:
+            parts = urlsplit(origin)
+            own = urlsplit(f"{parts.scheme}://{host}")
+            is_same = bool(parts.hostname) and (parts.hostname, _port(parts.scheme, parts.port)) == (
+                own.hostname,
+                _port(own.scheme, own.port),
+            )
+        except ValueError:
+            return False
+        return is_same and (self.has_keys or _is_no_dns_name(own.hostname or ""))
+
+
+def _port(scheme: str, port: int | None) -> int | None:
+    return DEFAULT_PORTS.get(scheme) if port is None else port
+
+
+def _is_no_dns_name(host: str) -> bool:
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _refusal(origin: str) -> RequestError:
+    shown = ascii(origin[:200])[1:-1]
+    allowed = shown if re.search(ORIGIN_PATTERN, shown) else "'*'"  # a file or a sandboxed frame has no name but null
+    return RequestError(
+        f"pages of {shown} may not use this server: start it with --allowed-origins {allowed} to let them",
+        status=403,
+        code="origin_not_allowed",
+    )

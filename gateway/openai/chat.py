@@ -1,0 +1,100 @@
+"""Chat completions: a body of `/v1/chat/completions` to what is asked, and events to its answer."""
+
+from collections.abc import Sequence
+
+from gateway.asking.asked import Asked, FieldNames, PromptMessages
+from gateway.asking.events import Answer, Event, content
+from gateway.asking.prepare import PreparedPrompt
+from gateway.openai.answers import Heading, Renderer, asked_sampling
+from gateway.openai.logprobs import chat_logprobs
+from gateway.openai.responses import (
+    ChatAnswer,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatLogprobs,
+    Usage,
+)
+from gateway.openai.types import ChatRequest, check_common, refuse_unsupported, wanted_tokens
+from gateway.request_error import RequestError
+from gateway.text.delta import TokenLogprob
+from gateway.text.tokenizer import Tokenizer
+
+
+def ask_chat(body: ChatRequest) -> Asked:
+    """Return what the body asks for. Raises RequestError for what the types alone cannot say."""
+    check_common(body)
+    check_chat(body)
+    max_tokens, asked_by = wanted_tokens(body)
+    if max_tokens == 0:
+        raise RequestError(f"{asked_by} must be at least 1", param=asked_by, code="invalid_value")
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return Asked(
+        prompts=map(chat_prompt, [body]),
+        sampling=asked_sampling(body, max_tokens=max_tokens, num_logprobs=num_logprobs),
+        n=body.n or 1,
+        names=FieldNames(prompt="messages", max_tokens=asked_by, logprobs="top_logprobs"),
+        cache_salt=body.cache_salt or "",
+    )
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raise RequestError for what the types alone cannot say about a chat request."""
+    for index, message in enumerate(body.messages):
+        refuse_unsupported(message, f"messages[{index}].")
+        if message.content is None and message.role != "assistant":
+            name = f"messages[{index}].content"
+            raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    if body.add_generation_prompt and body.continue_final_message:
+        complaint = "continue_final_message and add_generation_prompt exclude each other"
+        raise RequestError(complaint, param="continue_final_message", code="invalid_value")
+
+
+def chat_prompt(body: ChatRequest) -> PromptMessages:
+    """Return the conversation. It can be long: call it in a thread."""
+    messages = [
+        {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
+        for message in body.messages
+    ]
+    continues = bool(body.continue_final_message)
+    prompts_answer = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return PromptMessages(messages, prompts_answer, continues, body.chat_template_kwargs)
+
+
+class ChatRenderer(Renderer):
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(
+        self, body: ChatRequest, heading: Heading, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+    ) -> None:
+        has_logprobs = bool(body.logprobs)
+        super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=has_logprobs)
+
+    def completed(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
+        head = self.heading
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return ChatCompletion(head.id, head.created, head.model, head.system_fingerprint, choices, usage)
+
+    def first(self, event: Event) -> ChatChunkChoice:
+        return ChatChunkChoice(event.choice, ChatDelta("", "assistant"))
+
+    def text(self, choice: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(choice, ChatDelta(text))
+
+    def more(self, event: Event) -> ChatChunkChoice:
+        delta = event.delta
+        logprobs = self._logprobs(delta.logprobs or [])
+        return ChatChunkChoice(
+            event.choice, ChatDelta(content(event.parts)), logprobs, delta.finish_reason, delta.stop_reason
+        )
+
+    def _choice(self, index: int, answer: Answer) -> ChatChoice:
+        whole = answer.whole
+        logprobs = self._logprobs(whole.logprobs or [])
+        return ChatChoice(index, ChatAnswer(answer.content), logprobs, whole.finish_reason or "", whole.stop_reason)
+
+    def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
+        return chat_logprobs(logprobs, self.tokenizer) if self.has_logprobs else None

@@ -1,0 +1,139 @@
+"""Completions: a body of `/v1/completions` to what is asked, and events to its answer."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
+from gateway.asking.events import Answer, Event, content
+from gateway.asking.prepare import PreparedPrompt
+from gateway.openai.answers import Heading, Renderer, asked_sampling
+from gateway.openai.logprobs import CompletionLogprobsWriter, joined
+from gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
+from gateway.request_error import RequestError
+from gateway.text.delta import TokenLogprob
+from gateway.text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def ask_completion(body: CompletionRequest) -> Asked:
+    """Return what the body asks for. Raises RequestError for what the types alone cannot say."""
+    check_common(body)
+    max_tokens, asked_by = wanted_tokens(body)
+    if max_tokens == 0 and not body.echo:
+        raise RequestError(f"{asked_by} must be at least 1 (0 needs echo)", param=asked_by, code="invalid_value")
+    return Asked(
+        prompts=_prompts(body),
+        sampling=asked_sampling(
+            body,
+            max_tokens=max_tokens,
+            default_max_tokens=DEFAULT_MAX_TOKENS,
+            num_logprobs=body.logprobs,
+            num_prompt_logprobs=body.logprobs if body.echo else None,
+        ),
+        n=body.n or 1,
+        names=FieldNames(max_tokens=asked_by),
+        cache_salt=body.cache_salt or "",
+        keeps_text=bool(body.echo),
+    )
+
+
+def _prompts(body: CompletionRequest) -> Iterator[PromptText | PromptTokens]:
+    adds = body.add_special_tokens is not False
+    for given in split_prompts(body.prompt, body.n or 1):
+        yield PromptText(given, adds) if isinstance(given, str) else PromptTokens(given)
+
+
+def split_prompts(prompt: Any, n: int = 1) -> list[str | list[int]]:
+    """Return the prompts in a string, a list of strings, a list of token ids or a list of such lists.
+
+    Raises RequestError that names the place of what is none of these, or if they make too many choices, n each.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise _wrong_prompt("prompt")
+    if not prompt:
+        raise RequestError("prompt is empty", param="prompt", code="invalid_value")
+    if type(prompt[0]) is int:
+        return [_integers(prompt, "prompt")]
+    if len(prompt) * n > MAX_CHOICES:
+        message = f"{len(prompt)} prompts with n {n} make more than {MAX_CHOICES} choices"
+        raise RequestError(message, param="n" if n > 1 else "prompt", code="invalid_value")
+    kind = type(prompt[0])
+    for index, item in enumerate(prompt):
+        if type(item) is not kind or kind not in (str, list):
+            raise _wrong_prompt(f"prompt[{index}]")
+    return prompt if kind is str else [_integers(item, f"prompt[{i}]") for i, item in enumerate(prompt)]
+
+
+def _integers(items: list[Any], path: str) -> list[int]:
+    if not items:
+        raise RequestError(f"{path} is empty", param=path, code="invalid_value")
+    if set(map(type, items)) != {int}:
+        index = next(index for index, item in enumerate(items) if type(item) is not int)
+        raise _wrong_prompt(f"{path}[{index}]")
+    return items
+
+
+def _wrong_prompt(path: str) -> RequestError:
+    message = f"{path}: a prompt is a string, a list of strings, a list of token ids or a list of such lists"
+    return RequestError(message, param=path, code="invalid_type")
+
+
+class CompletionRenderer(Renderer):
+    chunk_object = "text_completion"
+
+    def __init__(
+        self, body: CompletionRequest, heading: Heading, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
+    ) -> None:
+        has_logprobs, self._echoes = body.logprobs is not None, bool(body.echo)
+        is_long = has_logprobs or self._echoes
+        super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=is_long)
+        skips = body.skip_special_tokens is not False
+        self._writers = [CompletionLogprobsWriter(tokenizer, skip_special_tokens=skips) for _ in prompts]
+
+    def completed(self, answers: Sequence[Answer], usage: Usage) -> Completion:
+        head = self.heading
+        choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        return Completion(head.id, head.created, head.model, head.system_fingerprint, choices, usage)
+
+    def first(self, event: Event) -> CompletionChoice | None:
+        """Return what repeats the prompt, if that is asked for."""
+        return self._echo(event.choice, event.delta.prompt_logprobs)
+
+    def text(self, choice: int, text: str) -> CompletionChoice:
+        return CompletionChoice(choice, text)
+
+    def more(self, event: Event) -> CompletionChoice:
+        delta = event.delta
+        logprobs = self._logprobs(event.choice, delta.token_ids, delta.logprobs or [])
+        return CompletionChoice(event.choice, content(event.parts), logprobs, delta.finish_reason, delta.stop_reason)
+
+    def _choice(self, index: int, answer: Answer) -> CompletionChoice:
+        whole = answer.whole
+        echoed = self._echo(index, whole.prompt_logprobs)
+        text, logprobs = answer.content, self._logprobs(index, whole.token_ids, whole.logprobs or [])
+        if echoed:
+            text = echoed.text + text
+            logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs
+        return CompletionChoice(index, text, logprobs, whole.finish_reason, whole.stop_reason)
+
+    def _echo(self, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> CompletionChoice | None:
+        if not self._echoes:
+            return None
+        prompt = self.prompts[index]
+        text = prompt.text
+        if text is None:  # as it would have been written: special tokens are a part of a prompt
+            text = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+        if not self.has_logprobs:
+            return CompletionChoice(index, text)
+        return CompletionChoice(
+            index, text, self._writers[index].write_prompt(text, prompt.token_ids, prompt_logprobs or [])
+        )
+
+    def _logprobs(
+        self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionLogprobs | None:
+        return self._writers[index].write(token_ids, logprobs) if self.has_logprobs else None

@@ -1,0 +1,309 @@
+"""What clients may send. A field is honoured, refused by name, or one of the advisory few that change nothing here.
+
+Types and ranges stand in the fields, so that decoding a body checks it. Every optional field takes null, which is the
+same as leaving it out.
+"""
+
+import typing
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from gateway.request_error import RequestError, unsupported
+
+MAX_CHOICES = 1024  # prompts x n of one request
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 4096  # of all together: they are prepared before the first token
+MAX_MESSAGES = 1 << 14
+MAX_LISTED_IDS = 1024
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+StopString = Annotated[str, Meta(max_length=1024)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class OnlyNeutral:
+    """Marks a field that is not implemented: null and these values are taken, for they ask for nothing.
+
+    Compared by identity: `typing` keeps one Annotated for equal marks, and 0 equals False.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+Unsupported = Annotated[Any, OnlyNeutral()]
+UnsupportedSwitch = Annotated[Any, OnlyNeutral(False)]
+UnsupportedList = Annotated[Any, OnlyNeutral([])]
+UnsupportedText = Annotated[Any, OnlyNeutral("")]
+UnsupportedObject = Annotated[Any, OnlyNeutral({})]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: UnsupportedSwitch = None
+    continuous_usage_stats: bool | None = None  # in effect only with include_usage, as in vLLM
+
+
+class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that chat and completions share."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None  # another name of max_tokens
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100.0)] | None = None
+    seed: Int64 | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=MAX_LISTED_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LISTED_IDS)] | None
+    ) = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+    # Advisory: they are about the caller's books, not about what is generated.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    moderation: Any = None
+
+    prompt_logprobs: Unsupported = None
+    priority: Annotated[Any, OnlyNeutral(0)] = None
+    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
+    structured_outputs: Unsupported = None
+    guided_json: Unsupported = None
+    guided_regex: Unsupported = None
+    guided_choice: Unsupported = None
+    guided_grammar: Unsupported = None
+    bad_words: UnsupportedList = None
+    allowed_token_ids: Unsupported = None
+    logprob_token_ids: Unsupported = None
+    logits_processors: UnsupportedList = None
+    use_beam_search: UnsupportedSwitch = None
+    length_penalty: Annotated[Any, OnlyNeutral(1, 1.0)] = None
+    spaces_between_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
+    truncate_prompt_tokens: Unsupported = None
+    early_stopping: UnsupportedSwitch = None
+    return_prompt_text: UnsupportedSwitch = None
+    return_token_offsets: UnsupportedSwitch = None
+    return_token_ids: UnsupportedSwitch = None
+    return_tokens_as_token_ids: UnsupportedSwitch = None
+    thinking_token_budget: Unsupported = None
+    request_id: Unsupported = None
+    kv_transfer_params: UnsupportedObject = None
+    vllm_xargs: UnsupportedObject = None
+
+    def forget_advice(self) -> None:
+        """Let go of what changes nothing, and can be long too."""
+        self.user = self.metadata = self.store = self.service_tier = self.safety_identifier = None
+        self.prompt_cache_key = self.prompt_cache_retention = self.prompt_cache_options = self.moderation = None
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
+    text: str
+
+    # Advisory: marks for a provider's cache.
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    annotations: Any = None
+    id: Any = None
+
+
+class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
+    name: str | None = None
+
+    # Advisory: a client's and a provider's books, which come back with the history of a conversation.
+    id: Any = None
+    metadata: Any = None
+    timestamp: Any = None
+    created_at: Any = None
+    annotations: Any = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+    provider_specific_fields: Any = None
+
+    refusal: UnsupportedText = None
+    audio: Unsupported = None
+    tool_calls: UnsupportedList = None
+    tool_call_id: Unsupported = None
+    function_call: Unsupported = None
+    reasoning: UnsupportedText = None
+    reasoning_content: UnsupportedText = None
+    thinking_blocks: UnsupportedList = None
+    images: UnsupportedList = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string, parts joined as they are."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    """A body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    tools: UnsupportedList = None
+    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
+    parallel_tool_calls: Annotated[Any, OnlyNeutral(True, False)] = None
+    functions: UnsupportedList = None
+    function_call: Annotated[Any, OnlyNeutral("none", "auto")] = None
+    modalities: Annotated[Any, OnlyNeutral(["text"])] = None
+    audio: Unsupported = None
+    prediction: Unsupported = None
+    web_search_options: Unsupported = None
+    reasoning_effort: Annotated[Any, OnlyNeutral("none")] = None
+    include_reasoning: Annotated[Any, OnlyNeutral(True, False)] = None
+    verbosity: Annotated[Any, OnlyNeutral("medium")] = None
+    echo: UnsupportedSwitch = None
+    add_special_tokens: UnsupportedSwitch = None
+    chat_template: Unsupported = None
+    documents: UnsupportedList = None
+    mm_processor_kwargs: UnsupportedObject = None
+
+    def forget_prompt(self) -> None:
+        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        self.messages, self.chat_template_kwargs = [ChatMessage(role="assistant")], None
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    prompt: Any  # a string, strings, token ids or lists of these: see gateway/openai/completions.py
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+
+    best_of: Annotated[Any, OnlyNeutral(1)] = None
+    suffix: Annotated[Any, OnlyNeutral("")] = None
+    prompt_embeds: Unsupported = None
+
+    def forget_prompt(self) -> None:
+        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        self.prompt = ""
+
+
+chat_decoder = msgspec.json.Decoder(ChatRequest)
+completion_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+def without_nulls(body: Any) -> Any:
+    """Return a decoded body without the fields that are null, wherever a body has fields: null is as if left out."""
+    if not isinstance(body, Mapping):
+        return body
+    fields = {name: value for name, value in body.items() if value is not None}
+    if "stream_options" in fields:
+        fields["stream_options"] = without_nulls(fields["stream_options"])
+    if isinstance(messages := fields.get("messages"), Sequence) and not isinstance(messages, str):
+        fields["messages"] = [_message_without_nulls(message) for message in messages]
+    return fields
+
+
+def _message_without_nulls(message: Any) -> Any:
+    if not isinstance(message, Mapping):
+        return message
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(parts := fields.get("content"), Sequence) and not isinstance(parts, str):
+        fields["content"] = [without_nulls(part) for part in parts]
+    return fields
+
+
+@cache
+def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        name: mark.values
+        for name, hint in hints.items()
+        for mark in getattr(hint, "__metadata__", ())
+        if isinstance(mark, OnlyNeutral)
+    }
+
+
+def refuse_unsupported(struct: msgspec.Struct, path: str = "") -> None:
+    """Raise RequestError if a field that is not implemented asks for something."""
+    for name, neutral in _neutral_values(type(struct)).items():
+        value = getattr(struct, name)
+        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            raise unsupported(path + name, f"{path}{name}{_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """Return the value for a message where it is short and tells something."""
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        return f" of type {value['type'][:40]!r}"
+    return f" {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 40 else ""
+
+
+def check_common(request: CommonRequest) -> None:
+    """Raise RequestError for what the types alone cannot say about the fields that all requests share."""
+    refuse_unsupported(request)
+    if request.stream_options is not None:
+        refuse_unsupported(request.stream_options, "stream_options.")
+        if not request.stream and any(msgspec.structs.astuple(request.stream_options)):
+            raise RequestError("stream_options needs stream to be true", param="stream_options", code="invalid_value")
+    _check_stop_strings(stop_strings(request))
+    if None not in (request.max_tokens, request.max_completion_tokens) and (
+        request.max_tokens != request.max_completion_tokens
+    ):
+        complaint = "max_tokens and max_completion_tokens mean the same: they must agree"
+        raise RequestError(complaint, param="max_tokens", code="invalid_value")
+
+
+def _check_stop_strings(stops: tuple[str, ...]) -> None:
+    if "" in stops:
+        raise RequestError("stop cannot hold an empty string", param="stop", code="invalid_value")
+    num_characters = sum(map(len, stops))
+    if num_characters > MAX_STOP_CHARACTERS:
+        complaint = f"stop has {num_characters} characters in all: it may have {MAX_STOP_CHARACTERS}"
+        raise RequestError(complaint, param="stop", code="invalid_value")
+
+
+def wanted_tokens(request: CommonRequest) -> tuple[int | None, str]:
+    """Return how many tokens the request wants at most, and the name of the field that says so."""
+    if request.max_completion_tokens is not None:
+        return request.max_completion_tokens, "max_completion_tokens"
+    return request.max_tokens, "max_tokens"
+
+
+def usage_options(request: CommonRequest) -> tuple[bool, bool]:
+    """Return whether a stream ends with its usage, and whether each of its chunks has the usage so far."""
+    options = request.stream_options
+    if options is None or not options.include_usage:
+        return False, False
+    return True, bool(options.continuous_usage_stats)
+
+
+def stop_strings(request: CommonRequest) -> tuple[str, ...]:
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

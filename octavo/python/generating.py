@@ -1,0 +1,97 @@
+"""Prepared requests become outputs: as many at a time as a scheduler is glad to hold, none refused for being many."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from gateway.link.engine import Engine, Generation, GenerationRequest, Refused
+from gateway.text.delta import Delta
+from gateway.text.tokenizer import Tokenizer
+from octavo.errors import GenerationFailedError
+from octavo.python.outputs import Collected, RequestOutput, request_output
+from octavo.python.preparation import PreparedRequest
+
+
+class Generating:
+    """Runs requests on `engine`, in its event loop, with at most `num_places` sequences under way at a time."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, num_places: int) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._num_places = num_places
+        self._places = asyncio.Semaphore(num_places)
+
+    async def complete(
+        self, requests: Sequence[PreparedRequest], when_finished: Callable[[], object]
+    ) -> list[RequestOutput]:
+        """Return the output of each request, in order; `when_finished` is called after each.
+
+        Raises GenerationError or ValueError if one fails: the others are aborted.
+        """
+        answers = [collected(request, self._tokenizer) for request in requests]
+        work = [
+            (sequence, answer, its_answers)
+            for request, its_answers in zip(requests, answers, strict=True)
+            for sequence, answer in zip(request.sequences, its_answers, strict=True)
+        ]
+        remaining = iter(work)
+
+        async def work_off() -> None:
+            for sequence, answer, its_answers in remaining:
+                async for delta in self._deltas(sequence):
+                    answer.add(delta)
+                if all(other.finish_reason for other in its_answers):
+                    when_finished()
+
+        with _first_error():
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._num_places, len(work))):
+                    group.create_task(work_off())
+        return [output_of(request, its_answers) for request, its_answers in zip(requests, answers, strict=True)]
+
+    async def deliver(self, request: PreparedRequest, deliver: Callable[[tuple[int, Delta]], object]) -> None:
+        """Hand what each sequence of `request` gives to `deliver`, with its index, as it comes.
+
+        Raises GenerationError or ValueError if one fails: the others are aborted.
+        """
+
+        async def pass_on(index: int, sequence: GenerationRequest) -> None:
+            async for delta in self._deltas(sequence):
+                deliver((index, delta))
+
+        with _first_error():
+            async with asyncio.TaskGroup() as group:
+                for index, sequence in enumerate(request.sequences):
+                    group.create_task(pass_on(index, sequence))
+
+    async def _deltas(self, sequence: GenerationRequest) -> AsyncIterator[Delta]:
+        async with self._places, await self._start(sequence) as generation:
+            async for delta in generation:
+                if delta.finish_reason in ("error", "abort"):
+                    raise GenerationFailedError(delta.error or "the generation was ended by the engine")
+                yield delta
+
+    async def _start(self, sequence: GenerationRequest) -> Generation:
+        """Return the generation once the scheduler has it. Raises ValueError if it never will."""
+        try:
+            return await self._engine.start_patiently(sequence)
+        except Refused as error:
+            raise ValueError(error.reason) from None
+
+
+def collected(request: PreparedRequest, tokenizer: Tokenizer) -> list[Collected]:
+    """Return where the answers to `request` are collected."""
+    return [Collected(index, tokenizer) for index in range(len(request.sequences))]
+
+
+def output_of(request: PreparedRequest, answers: Sequence[Collected]) -> RequestOutput:
+    """Return what there is of the answers to `request`."""
+    return request_output(request.request_id, request.prompt, request.prompt_token_ids, answers)
+
+
+@contextmanager
+def _first_error() -> Iterator[None]:
+    """Raise the first error of a group alone."""
+    try:
+        yield
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None

@@ -1,0 +1,144 @@
+"""`LLM`: a model to generate with in scripts and notebooks, synchronously, many prompts at a time."""
+
+import functools
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from octavo.python.local_engine import LocalEngine
+from octavo.python.outputs import RequestOutput
+from octavo.python.preparation import (
+    Conversation,
+    PreparedRequest,
+    Prompt,
+    naming,
+    one_each,
+    split_conversations,
+    split_prompts,
+)
+from octavo.python.sampling_params import SamplingParams
+from octavo.python.settings import config_of, wants_http, with_settings
+
+
+@with_settings
+class LLM:
+    """A model to generate with: a directory, a Hugging Face id, a .gguf file, or the demo model if none is named.
+
+    It is there once constructed, and ends with the script, with `close()`, with a `with` block, or with its last
+    reference. Any number of threads may use it at once; what they ask for runs together. Settings are keywords; the
+    variables of `octavo serve` (OCTAVO_MAX_NUM_SEQS=8) count too, a keyword wins, and None leaves a setting as it is.
+    If host, port, metrics_port or api_key is a keyword, the model is served over HTTP as well, as `octavo serve` would,
+    for as long as the object lives.
+    Raises TypeError for an unknown keyword, ValueError for a model or a value that cannot be, and
+    octavo.errors.LaunchError, with the cause, if it does not start.
+    """
+
+    def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
+        self._engine = LocalEngine(config_of("LLM", model, settings), serves_http=wants_http(settings))
+        self._engine.start()
+        weakref.finalize(self, self._engine.close)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return what the model says after each prompt, in order.
+
+        A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list or array
+        of token ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or
+        one for each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
+        """
+        prepare = self._engine.preparation.of_prompt
+        requests = _each(prepare, split_prompts(prompts), sampling_params, "prompts")
+        return self._complete(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Return the answer to each conversation, in order.
+
+        `messages` is a list of `{"role": ..., "content": ...}` or a list of such lists, which the model's own template
+        makes prompts of; the rest is as for `generate`.
+        """
+        prepare = functools.partial(
+            self._engine.preparation.of_chat,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        requests = _each(prepare, split_conversations(messages), sampling_params, "messages")
+        return self._complete(requests, use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's generation_config.json (or else config.json) says, as SamplingParams to change."""
+        return self._engine.preparation.default_sampling_params()
+
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer as transformers loads it, which may import torch into this process.
+
+        Raises ValueError if transformers cannot load it.
+        """
+        from transformers import AutoTokenizer
+
+        config = self._engine.config
+        try:
+            return AutoTokenizer.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+    def close(self) -> None:
+        """End the model and its processes, at once if interrupted. Nothing can be generated afterwards."""
+        self._engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        with _progress(len(requests)) if use_tqdm and len(requests) > 1 else nullcontext(_no_bar) as when_finished:
+            return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, when_finished)))
+
+
+def _no_bar() -> None:
+    """Show nothing. A disabled bar would start tqdm's thread all the same, which outlives the model."""
+
+
+@contextmanager
+def _progress(num_requests: int) -> Iterator[Callable[[], object]]:
+    """Show a bar, and yield what to call when a request is finished."""
+    with tqdm(total=num_requests, desc="Generating", unit="prompt") as bar:
+        yield bar.update
+
+
+def _each(
+    prepare: Callable[[Any, SamplingParams], PreparedRequest],
+    items: Sequence[Any],
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    name: str,
+) -> list[PreparedRequest]:
+    """Return what `prepare` makes of each item; of several, what is wrong with one says which it is."""
+    samplings = one_each(sampling_params, len(items))
+    requests = []
+    for index, (item, sampling) in enumerate(zip(items, samplings, strict=True)):
+        with naming(f"{name}[{index}]") if len(items) > 1 else nullcontext():
+            requests.append(prepare(item, sampling))
+    return requests

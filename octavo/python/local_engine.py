@@ -1,0 +1,292 @@
+"""The engine of a Python program: the gateway's, in a thread of its own, over child processes that only it uses."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.link.engine import Engine, scheduler_clients
+from gateway.text.delta import Delta
+from gateway.text.model_files import ModelFiles, read_model_files
+from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
+from octavo.models.resolve import resolve_model_of
+from octavo.python.generating import Generating, collected, output_of
+from octavo.python.outputs import RequestOutput
+from octavo.python.preparation import Preparation, PreparedRequest
+from octavo.serving.child_log import ChildLog
+from octavo.serving.listening import is_healthy, with_ports
+from octavo.serving.processes import POLL_S, Processes, why_ended_early, with_sockets_in
+from octavo.serving.socket_directory import socket_directory
+from protocol.config import Config
+from protocol.process import REFUSED
+
+ROLES = ("scheduler", "executor")
+HTTP_ROLE = "gateway"
+
+NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
+
+MOST_FAILED_STARTS = 8  # in a row, for which their waits take a minute: a program is not to wait for ever
+
+CLOSED_UNDER_WAY = "the model was closed before all was generated"
+
+Result = TypeVar("Result")
+
+
+class _EndedEarlyError(Exception):
+    """A child ended before the model was ready; says which and how, also in statuses."""
+
+    def __init__(self, said: str, statuses: Sequence[int]) -> None:
+        super().__init__(said)
+        self.statuses = statuses
+
+
+class LocalEngine:
+    """One model's scheduler and executor as children, and a thread whose event loop talks to them.
+
+    With `serves_http` there is a gateway as well, another client of the same scheduler: whoever asks over HTTP shares
+    batches with the program.
+
+    `start`, then `submit`, `complete` and `stream`, then `close`: in any thread and any event loop.
+    """
+
+    def __init__(self, config: Config, *, serves_http: bool = False) -> None:
+        self.config = config  # from `start` on: with the model's directory, ports and the sockets' addresses
+        self._serves_http = serves_http
+        self.files: ModelFiles
+        self.generating: Generating
+        self._preparation: Preparation | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
+        self._begun = False
+        self._owner = os.getpid()
+        self._resources = ExitStack()
+        self._changing = threading.RLock()  # held while resources are acquired or let go: who closes waits for a start
+        self._own_threads: list[threading.Thread] = []
+        self._closing = threading.Event()
+        self._lock = threading.RLock()  # nothing is submitted to a thread that was told to end
+        self._why_not_running = NOT_RUNNING
+
+    def start(self) -> None:
+        """Return once the model is ready.
+
+        Raises ModelError, a ValueError, if it or a setting cannot be, LaunchError with the cause if it does not start,
+        GenerationError if it was closed before: no process is left then. One that was started before stays as it is.
+        """
+        with self._lock:
+            if self._begun:
+                raise GenerationError("a model is started once: make another")
+            self._begun = True
+        with self._changing:
+            try:
+                self._start()
+            except OSError as error:
+                self.close()
+                raise LaunchError(f"the model cannot be started: {error}") from None
+            except BaseException:
+                self.close()
+                raise
+
+    @property
+    def preparation(self) -> Preparation:
+        """What makes requests for the model. Raises GenerationError while it is not running."""
+        if self._preparation is None or self._closing.is_set():
+            raise GenerationError(self._why_not_running)
+        return self._preparation
+
+    def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
+        """Run `work` in the engine's event loop. Raises GenerationError if it is closed, or was never started here."""
+        with self._lock:
+            if self._thread is None or self._closing.is_set() or os.getpid() != self._owner:
+                work.close()
+                raise GenerationError(self._why_not_running)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def complete(self, request: PreparedRequest) -> RequestOutput:
+        """Return the finished output of `request`, in the caller's event loop. Raises what `Generating.complete` does.
+
+        Cancelling it ends the generation.
+        """
+        future = self.submit(self.generating.complete([request], lambda: None))
+        await asyncio.gather(asyncio.wrap_future(future), return_exceptions=True)
+        [output] = self.result(future)
+        return output
+
+    def result(self, future: "concurrent.futures.Future[Result]") -> Result:
+        """Wait for what was submitted; abort it if this thread is interrupted.
+
+        Raises what the work raises, and GenerationError, with the reason, if the engine ends before it is done.
+        """
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            reason = self._why_not_running
+            raise GenerationError(CLOSED_UNDER_WAY if reason is NOT_RUNNING else reason) from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
+        """Yield what there is of `request` whenever there is more, in the caller's event loop."""
+        loop = asyncio.get_running_loop()
+        arrived: asyncio.Queue[tuple[int, Delta] | concurrent.futures.Future[None]] = asyncio.Queue()
+
+        def deliver(item: "tuple[int, Delta] | concurrent.futures.Future[None]") -> None:
+            loop.call_soon_threadsafe(arrived.put_nowait, item)
+
+        def deliver_end(future: "concurrent.futures.Future[None]") -> None:
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+                deliver(future)
+
+        future = self.submit(self.generating.deliver(request, deliver))
+        future.add_done_callback(deliver_end)
+        answers = collected(request, self.files.tokenizer)
+        try:
+            while not all(answer.finish_reason for answer in answers):
+                items = [await arrived.get()]
+                while not arrived.empty():
+                    items.append(arrived.get_nowait())
+                for item in items:
+                    if isinstance(item, concurrent.futures.Future):
+                        self.result(item)
+                    else:
+                        index, delta = item
+                        answers[index].add(delta)
+                yield output_of(request, answers)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """End all: what is under way is aborted, no process or thread is left. Any number of times, in any thread.
+
+        A start that is under way in another thread gives up first.
+        """
+        if os.getpid() != self._owner:  # a fork has none of the threads, and its parent's children
+            return
+        if threading.current_thread() in self._own_threads:  # as a garbage collection may have it
+            threading.Thread(target=self.close, name="octavo-close").start()
+            return
+        with self._lock:
+            self._closing.set()
+        with self._changing:
+            self._resources.close()
+
+    def _start(self) -> None:
+        """Start all; after each step that takes time, see whether it is still wanted."""
+        self._require_open()
+        log = ChildLog()
+        self._own_threads.append(log.thread)
+        self._resources.callback(log.close)
+        if self._serves_http:
+            self.config = with_ports(self.config, str)  # keywords are called as they are
+        self._resolve()
+        self._require_open()
+        roles = (*ROLES, HTTP_ROLE) if self._serves_http else ROLES
+        processes = Processes(self.config, roles, stderr=log.descriptor)
+        self._resources.callback(processes.stop)
+        processes.start()
+        self._require_open()
+        self.files = self._read_files()  # meanwhile
+        self._require_open()
+        try:
+            self._wait_until_ready(processes, self._start_thread())
+        except _EndedEarlyError as error:
+            self.close()
+            kind = ChildRefusedError if REFUSED in error.statuses else LaunchError
+            raise kind(f"{error}: {log.cause(error.statuses)}") from None
+        self._watch(processes, log)
+
+    def _resolve(self) -> None:
+        config = self.config
+        model = resolve_model_of(config)
+        self.config = msgspec.structs.replace(
+            with_sockets_in(self._resources.enter_context(socket_directory()), config),
+            model=str(model.directory),
+            served_model_name=config.served_model_name or (model.served_name,),
+        )
+
+    def _read_files(self) -> ModelFiles:
+        try:
+            return read_model_files(self.config)
+        except (OSError, ValueError) as error:
+            raise ModelError(str(error)) from None
+
+    def _start_thread(self) -> Engine:
+        """Return the engine, once it is open in a thread of its own."""
+        opened: concurrent.futures.Future[tuple[Engine, asyncio.Event]] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="octavo-engine", daemon=True)
+        self._own_threads.append(self._thread)
+        self._thread.start()
+        engine, stopping = opened.result()
+        self._resources.callback(self._thread.join)
+        self._resources.callback(self._loop.call_soon_threadsafe, stopping.set)
+        return engine
+
+    def _run(self, opened: "concurrent.futures.Future[tuple[Engine, asyncio.Event]]") -> None:
+        try:
+            asyncio.run(self._serve(opened))
+        finally:
+            opened.cancel()  # for who waits for it, if it could not be opened
+
+    async def _serve(self, opened: "concurrent.futures.Future[tuple[Engine, asyncio.Event]]") -> None:
+        self._loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+        config = self.config
+        async with Engine(scheduler_clients(config), self.files.tokenizer) as engine:
+            own_tasks = asyncio.all_tasks(self._loop)
+            num_places = config.max_num_seqs + min(config.max_num_seqs, config.max_num_queued_reqs)
+            self.generating = Generating(engine, self.files.tokenizer, num_places)
+            opened.set_result((engine, stopping))
+            await stopping.wait()
+            submitted = asyncio.all_tasks(self._loop) - own_tasks
+            for task in submitted:
+                task.cancel()
+            await asyncio.gather(*submitted, return_exceptions=True)
+
+    def _wait_until_ready(self, processes: Processes, engine: Engine) -> None:
+        while (ready := engine.ready) is None or not engine.healthy or not self._answers_http():
+            if ended := processes.ended():
+                statuses = processes.statuses()
+                raise _EndedEarlyError(why_ended_early(ended, statuses), statuses)
+            self._closing.wait(POLL_S)
+            self._require_open()
+        self._require_open()
+        self._preparation = Preparation(self.files, ready, self.config.seed)
+
+    def _answers_http(self) -> bool:
+        return not self._serves_http or is_healthy(self.config)
+
+    def _require_open(self) -> None:
+        if self._closing.is_set():
+            raise GenerationError("the model was closed before it was ready")
+
+    def _watch(self, processes: Processes, log: ChildLog) -> None:
+        """Start again what ends, from now on; end all if one can never start again."""
+
+        def watch() -> None:
+            reason: str | None = None
+            while reason is None and not self._closing.wait(POLL_S):
+                reason = _why_not_revived(processes)
+            if reason is not None:
+                statuses = processes.statuses()
+                processes.stop()
+                log.close()  # all that was said is there
+                self._why_not_running = f"the model is not running any more: {reason}: {log.cause(statuses)}"
+                self.close()
+
+        watcher = threading.Thread(target=watch, name="octavo-watch", daemon=True)
+        self._own_threads.append(watcher)
+        watcher.start()
+        self._resources.callback(watcher.join)
+
+
+def _why_not_revived(processes: Processes) -> str | None:
+    """Start again what has ended, or return why that would be in vain."""
+    if reason := processes.cannot_start(MOST_FAILED_STARTS):
+        return reason
+    processes.revive()
+    return None

@@ -1,0 +1,220 @@
+"""The door of the Python API: what a caller hands over becomes what is asked, and that is prepared. No event loop."""
+
+import itertools
+import operator
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, TypedDict, cast
+
+import msgspec
+
+from gateway.asking.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
+from gateway.asking.model import Model
+from gateway.asking.prepare import prepare
+from gateway.link.engine import GenerationRequest
+from gateway.openai.answers import asked_sampling
+from gateway.openai.chat import chat_prompt, check_chat
+from gateway.openai.completions import DEFAULT_MAX_TOKENS
+from gateway.openai.invalid_field import invalid_field
+from gateway.openai.types import ChatRequest, without_nulls
+from gateway.request_error import RequestError
+from gateway.text.model_files import ModelFiles
+from gateway.text.steps import finished
+from octavo.python.sampling_params import SamplingParams
+from protocol.messages import Ready
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | TextPrompt | TokensPrompt | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A prompt and the sequences to generate for it, one an answer."""
+
+    request_id: str
+    prompt: str | None  # None: it was given as token ids
+    prompt_token_ids: list[int]
+    sequences: list[GenerationRequest]
+
+
+class Preparation:
+    """The door of the Python API: what callers hand over becomes what is asked. Several threads may use it at once."""
+
+    def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
+        seeds = random.SystemRandom() if seed is None else random.Random(seed)
+        self._model = Model(files, ready, lambda: seeds.getrandbits(64))
+        self._numbers = itertools.count()
+
+    def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
+        """Return what to generate for a prompt. Raises ValueError or TypeError that says what is wrong with it."""
+        given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+        if isinstance(given, str):
+            return self._request(PromptText(given), params, request_id, FieldNames())
+        return self._request(PromptTokens(_token_ids(given)), params, request_id, FieldNames(prompt="prompt_token_ids"))
+
+    def of_chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> PreparedRequest:
+        """Return what to generate for a conversation. Raises ValueError that says what is wrong with it."""
+        fields = {
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        with _as_value_error():
+            prompt = chat_prompt(_chat_request(fields))
+        return self._request(prompt, params, request_id, FieldNames(prompt="messages"))
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Return what the model's files say of sampling."""
+        said = msgspec.structs.asdict(self._model.files.sampling_defaults)
+        return SamplingParams(**{name: value for name, value in said.items() if value is not None})
+
+    def _request(
+        self, prompt: AskedPrompt, params: SamplingParams, request_id: str | None, names: FieldNames
+    ) -> PreparedRequest:
+        number = str(next(self._numbers))
+        asked = Asked(
+            prompts=[prompt], sampling=_sampling(params), n=params.request.n or 1, names=names, keeps_text=True
+        )
+        with _as_value_error():
+            prepared = finished(prepare(asked, self._model, number))
+        [only] = prepared.prompts
+        return PreparedRequest(request_id or number, only.text, only.token_ids, prepared.requests)
+
+
+def _sampling(params: SamplingParams) -> AskedSampling:
+    """Return what `params` ask for. `max_tokens` is a limit here, not a demand: the end of the context is another."""
+    body = params.request
+    return asked_sampling(
+        body,
+        max_tokens=sys.maxsize if params.takes_all_room else body.max_tokens,
+        default_max_tokens=DEFAULT_MAX_TOKENS,
+        cuts_max_tokens=True,
+        num_logprobs=body.logprobs,
+        num_prompt_logprobs=body.prompt_logprobs,
+    )
+
+
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts in one prompt or a sequence of them; integers are the token ids of one. Raises TypeError."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    items = [_listed(item) for item in _sequence(prompts)]
+    if items and not isinstance(items[0], str | Mapping | Sequence):
+        return [items]
+    return items
+
+
+def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
+    """Return the conversations in one of them or a sequence of them. Raises TypeError."""
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+        raise TypeError(f"messages is a list of messages or a list of such lists, not {type(messages).__name__}")
+    items = cast("Sequence[Any]", messages)
+    return [items] if items and isinstance(items[0], Mapping) else list(items)
+
+
+def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
+    """Return the sampling of each prompt. Raises ValueError if there are more or fewer, TypeError if it is none."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    listed: list[Any] = [params] if isinstance(params, Mapping) or not isinstance(params, Iterable) else list(params)
+    for item in listed:
+        if not isinstance(item, SamplingParams):
+            raise TypeError(f"sampling_params is one SamplingParams or one per prompt, not {type(item).__name__}")
+    if len(listed) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts and {len(listed)} sampling_params: give one, or one each")
+    return listed
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Say of a ValueError or TypeError where it is."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
+    except TypeError as error:
+        raise TypeError(f"{place}: {error}") from None
+
+
+def _only_value(prompt: Mapping[str, Any]) -> Any:
+    """Return the prompt in a dictionary. Raises ValueError for what it must not have."""
+    for name in prompt:
+        if name not in ("prompt", "prompt_token_ids"):
+            raise ValueError(f"{name!r} in a prompt is not supported: it has 'prompt' or 'prompt_token_ids'")
+    if len(prompt) != 1:
+        raise ValueError("a prompt has either 'prompt' or 'prompt_token_ids'")
+    [(name, value)] = prompt.items()
+    if isinstance(value, str) != (name == "prompt"):
+        raise TypeError("'prompt' is a string, 'prompt_token_ids' a list of integers")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Return an array of NumPy or torch as a list, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    """Return what is a sequence of prompts or token ids as one. Raises TypeError for bytes, which are neither."""
+    listed = _listed(value)
+    if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray | memoryview):
+        raise _wrong_prompt(type(value).__name__)
+    return listed
+
+
+def _token_ids(given: Any) -> list[int]:
+    token_ids = _sequence(given)
+    for index, token_id in enumerate(token_ids):
+        if isinstance(token_id, bool) or not isinstance(token_id, SupportsIndex):
+            raise _wrong_prompt(f"a list with {type(token_id).__name__} at index {index}")
+    try:
+        return [operator.index(token_id) for token_id in token_ids]
+    except TypeError as error:  # an array has the method, whatever is in it
+        raise _wrong_prompt(f"a list of what is none: {error}") from None
+
+
+def _wrong_prompt(given: str) -> TypeError:
+    forms = "a string, a list of token ids, {'prompt': ...} or {'prompt_token_ids': ...}"
+    return TypeError(f"a prompt is {forms}, not {given}")
+
+
+def _chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    try:
+        body = msgspec.convert(without_nulls(fields), ChatRequest)
+    except msgspec.ValidationError as error:
+        raise invalid_field(str(error), ChatRequest) from None
+    check_chat(body)
+    return body
+
+
+@contextmanager
+def _as_value_error() -> Iterator[None]:
+    """Raise what the gateway would answer a client with as a ValueError."""
+    try:
+        yield
+    except RequestError as error:
+        raise ValueError(error.message) from None
