@@ -45,7 +45,7 @@ $(STAMP): requirements.lock pyproject.toml
 
 $(COMPILED): $(STAMP) $(wildcard kernels/cpu/*.py)
 	@echo "Compiling kernels for this CPU into your cache (about half a minute, once)"
-	@$(VENV)/bin/python -m executor.precompile
+	@$(VENV)/bin/python -m octavo.executor.precompile
 	@touch $@
 
 serve: setup
@@ -59,7 +59,7 @@ test: demo-model
 	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(or $(ARGS),$(WHOLE_SUITE))
 
 gpu-check: setup
-	@$(VENV)/bin/python -m bench.gpu_check $(ARGS)
+	@$(VENV)/bin/python -m octavo.bench.gpu_check $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.backend import Backend
-from kernels.groupwise import GroupwiseWeight, pack_codes
+from octavo.kernels.backend import Backend
+from octavo.kernels.groupwise import GroupwiseWeight, pack_codes
 
 ROUNDED = 1e-2  # one step of bfloat16 in the largest value, and a little more
 SUMMED = 1e-4  # float32, added up in another order

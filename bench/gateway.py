@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.flags import not_negative, positive
-from bench.instant_scheduler import InstantScheduler
-from bench.results import write_results
-from gateway.text.tokenizer import Tokenizer
+from octavo.bench.flags import not_negative, positive
+from octavo.bench.instant_scheduler import InstantScheduler
+from octavo.bench.results import write_results
 from octavo.errors import ChildRefusedError, CommandError
+from octavo.gateway.text.tokenizer import Tokenizer
 from octavo.models.resolve import resolve_model
+from octavo.protocol.config import Config
+from octavo.protocol.settings.loading import child_environ
 from octavo.serving.listening import is_healthy, with_ports
 from octavo.serving.processes import POLL_S, Process, end_processes
 from octavo.serving.socket_directory import socket_directory
-from protocol.config import Config
-from protocol.settings.loading import child_environ
 
 SUMMARY = "time the gateway's work for a streamed token"
 TEXT = (
@@ -129,7 +129,9 @@ def open_rig(model: str | None, num_streams: int, step_s: float) -> Iterator["Ri
 @contextmanager
 def gateway(config: Config) -> Iterator[Process]:
     """Run a gateway while the context lasts; it is ready. Raises ChildRefusedError if it ends before."""
-    process = Process([sys.executable, "-P", "-m", "gateway"], environ=child_environ(config, os.environ, secrets=False))
+    process = Process(
+        [sys.executable, "-P", "-m", "octavo.gateway"], environ=child_environ(config, os.environ, secrets=False)
+    )
     try:
         while not is_healthy(config):
             if process.poll() is not None:

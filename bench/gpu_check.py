@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kernels.choice import choose_backend  # before torch
+from octavo.kernels.choice import choose_backend  # before torch
 
 # isort: split
 import torch
 from torch import Tensor
 
-from bench.cases import LLAMA_1B, TINY, Case, Sizes, make_cases
-from bench.timing import Roofline, measure_roofline, time_call
-from bench.whole_model import Length, WholeModel, logits_error
-from kernels import reference
-from kernels.backend import Backend
+from octavo.bench.cases import LLAMA_1B, TINY, Case, Sizes, make_cases
+from octavo.bench.timing import Roofline, measure_roofline, time_call
+from octavo.bench.whole_model import Length, WholeModel, logits_error
+from octavo.kernels import reference
+from octavo.kernels.backend import Backend
 
 NEAR = 0.03  # of hidden states and logits in bfloat16, relative: what is rounded on the way is rounded elsewhere
 NUM_LAYERS = 16

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from protocol.messages import (
+from octavo.protocol.messages import (
     Abort,
     Admitted,
     Hello,
@@ -23,7 +23,7 @@ from protocol.messages import (
     encode,
     pack_ids,
 )
-from protocol.sockets import bind_router, try_send
+from octavo.protocol.sockets import bind_router, try_send
 
 POLL_MS = 10
 RETRY_S = 0.001  # between tries to send to a gateway whose queue is full

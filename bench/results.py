@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from bench.machine import this_place
+from octavo.bench.machine import this_place
 
 
 def write_results(path: Path, bench: str, flags: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:

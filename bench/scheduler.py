@@ -14,10 +14,10 @@ from typing import Any
 
 import zmq
 
-from bench.flags import not_negative, positive
-from bench.results import write_results
-from protocol.config import Config
-from protocol.messages import (
+from octavo.bench.flags import not_negative, positive
+from octavo.bench.results import write_results
+from octavo.protocol.config import Config
+from octavo.protocol.messages import (
     PROTOCOL_VERSION,
     Admitted,
     Hello,
@@ -34,11 +34,11 @@ from protocol.messages import (
     encode,
     unpack_ids,
 )
-from protocol.sampling import Sampling
-from protocol.sockets import bind_router, connect_dealer
-from scheduler.frontend import Frontend, Offer
-from scheduler.measures import Measures
-from scheduler.scheduler import Limits, PlannedStep, Scheduler
+from octavo.protocol.sampling import Sampling
+from octavo.protocol.sockets import bind_router, connect_dealer
+from octavo.scheduler.frontend import Frontend, Offer
+from octavo.scheduler.measures import Measures
+from octavo.scheduler.scheduler import Limits, PlannedStep, Scheduler
 
 SUMMARY = "time the scheduler's work for a step"
 PARTS = ("schedule", "apply", "encode step", "decode step", "encode result", "decode result", "deliver")

@@ -9,17 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.cases import Sizes
-from executor.launched import Launched
-from executor.memory import allocate_kv_caches
-from executor.models import LoadedModel, load_model, read_model_config
-from executor.packing import ShareInputs
-from executor.runner import ModelRunner
-from executor.sequences import SequenceState
-from executor.warm_up import capture_graphs
-from kernels.backend import Backend
-from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
-from protocol.sampling import Sampling
+from octavo.bench.cases import Sizes
+from octavo.executor.launched import Launched
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import LoadedModel, load_model, read_model_config
+from octavo.executor.packing import ShareInputs
+from octavo.executor.runner import ModelRunner
+from octavo.executor.sequences import SequenceState
+from octavo.executor.warm_up import capture_graphs
+from octavo.kernels.backend import Backend
+from octavo.protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
+from octavo.protocol.sampling import Sampling
 
 SAMPLING = Sampling(max_tokens=1 << 20, seed=0, temperature=0.0)
 

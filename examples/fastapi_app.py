@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request
 
-from gateway.http.app import create_app
 from octavo import AsyncLLM, SamplingParams
+from octavo.gateway.http.app import create_app
 
 
 @asynccontextmanager

@@ -1,13 +1,13 @@
-"""`python -m executor`: load a model and do a scheduler's steps until SIGINT or SIGTERM."""
+"""`python -m octavo.executor`: load a model and do a scheduler's steps until SIGINT or SIGTERM."""
 
 import signal
 import sys
 import threading
 import time
 
-from protocol.extras import imports_of
-from protocol.link_keys import check_ranks_link, client_keys
-from protocol.process import refuse, start_process
+from octavo.protocol.extras import imports_of
+from octavo.protocol.link_keys import check_ranks_link, client_keys
+from octavo.protocol.process import refuse, start_process
 
 FIELDS = (
     "model",
@@ -52,12 +52,12 @@ def main() -> int:
         return refuse("executor", error)
     started_s = time.monotonic()
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    with imports_of("python -m executor", "executor"):
-        import kernels.choice  # noqa: F401
-        from executor.group import Relay, follow, is_local
-        from executor.parallel import GroupLostError
-        from executor.server import PlaceFreeError, serve
-        from executor.startup import START_FAILURES, logger, start_executor
+    with imports_of("python -m octavo.executor", "executor"):
+        import octavo.kernels.choice  # noqa: F401
+        from octavo.executor.group import Relay, follow, is_local
+        from octavo.executor.parallel import GroupLostError
+        from octavo.executor.server import PlaceFreeError, serve
+        from octavo.executor.startup import START_FAILURES, logger, start_executor
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:

@@ -10,8 +10,8 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from executor.sequences import SequenceState
-from protocol.sampling import Sampling
+from octavo.executor.sequences import SequenceState
+from octavo.protocol.sampling import Sampling
 
 # R rows
 

@@ -1,4 +1,4 @@
-"""`python -m executor.dry_run`: say what serving a model would take, from its config.json alone.
+"""`python -m octavo.executor.dry_run`: say what serving a model would take, from its config.json alone.
 
 Exit status 0: it fits this machine; 1: it does not, or cannot be served at all.
 """
@@ -10,27 +10,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.choice import ChosenBackend, choose_backend  # before torch
+from octavo.kernels.choice import ChosenBackend, choose_backend  # before torch
 
 # isort: split
 import torch
 
-from executor.__main__ import FIELDS
-from executor.dtypes import choose_dtype, choose_kv_dtype, kv_dtype_of
-from executor.footprint import (
+from octavo.executor.__main__ import FIELDS
+from octavo.executor.dtypes import choose_dtype, choose_kv_dtype, kv_dtype_of
+from octavo.executor.footprint import (
     Footprint,
     borrowed_footprint,
     choose_forms,
     native_footprint,
     native_footprints,
 )
-from executor.group import num_local_ranks, own_device
-from executor.memory import CPU_SHARE, usable_bytes
-from executor.models import ModelConfig, TensorParallel, read_model_config
-from executor.models.split import check_size
-from executor.startup import choose_max_model_len
-from protocol.config import Config
-from protocol.process import start_process
+from octavo.executor.group import num_local_ranks, own_device
+from octavo.executor.memory import CPU_SHARE, usable_bytes
+from octavo.executor.models import ModelConfig, TensorParallel, read_model_config
+from octavo.executor.models.split import check_size
+from octavo.executor.startup import choose_max_model_len
+from octavo.protocol.config import Config
+from octavo.protocol.process import start_process
 
 GB = 10**9
 DEVICES_GB = (16, 24, 48, 80, 141)
@@ -71,7 +71,9 @@ class Machine:
 
 
 def main() -> int:
-    config, _ = start_process("executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS)
+    config, _ = start_process(
+        "octavo.executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS
+    )
     try:
         chosen = choose_backend(config.attention_backend)
         plan = make_plan(config, chosen)

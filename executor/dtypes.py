@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.choice import ChosenBackend
+from octavo.kernels.choice import ChosenBackend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

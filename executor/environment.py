@@ -1,9 +1,9 @@
-"""`python -m executor.environment`: what computes here, as one JSON object of texts; it works without torch too."""
+"""`python -m octavo.executor.environment`: what computes here, as JSON of texts; it works without torch too."""
 
 import json
 
-from executor.cgroups import memory_limits
-from executor.threads import choose_num_threads, cpu_quota
+from octavo.executor.cgroups import memory_limits
+from octavo.executor.threads import choose_num_threads, cpu_quota
 
 GIB = 1 << 30
 
@@ -21,12 +21,12 @@ def limits() -> dict[str, str]:
 
 def devices() -> dict[str, str]:
     """Return what torch and the kernels find. Raises ImportError if they are not installed."""
-    from kernels.choice import available_backends  # before torch
+    from octavo.kernels.choice import available_backends  # before torch
 
     # isort: split
     import torch
 
-    from kernels.cpu.products import bfloat16_form
+    from octavo.kernels.cpu.products import bfloat16_form
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     described = [f"{gpu.name}, {gpu.total_memory / GIB:.0f} GiB, {gpu.major}.{gpu.minor}" for gpu in gpus]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from executor.checkpoint import checkpoint_files
-from executor.models import ModelDescription
-from executor.quantization import choose_rounding
-from protocol.model_files.gguf_index import GGUF_INDEX
+from octavo.executor.checkpoint import checkpoint_files
+from octavo.executor.models import ModelDescription
+from octavo.executor.quantization import choose_rounding
+from octavo.protocol.model_files.gguf_index import GGUF_INDEX
 
 HEADER_LENGTH_BYTES = 8
 

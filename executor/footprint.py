@@ -8,18 +8,18 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from executor.gguf import read_index
-from executor.memory import KVShape
-from executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
-from executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
-from executor.models.weights import source_names
-from executor.parallel import ALONE
-from executor.quantization import choose_rounding
-from executor.quantization.groups import whole_groups
-from executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
-from executor.shards import Shard
-from kernels.backend import Backend
-from protocol.config import Config
+from octavo.executor.gguf import read_index
+from octavo.executor.memory import KVShape
+from octavo.executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
+from octavo.executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
+from octavo.executor.models.weights import source_names
+from octavo.executor.parallel import ALONE
+from octavo.executor.quantization import choose_rounding
+from octavo.executor.quantization.groups import whole_groups
+from octavo.executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
+from octavo.executor.shards import Shard
+from octavo.kernels.backend import Backend
+from octavo.protocol.config import Config
 
 Kind = Literal["embedding", "projection", "head", "tied head", "router"]
 MOST_RANKS = 256  # for which a split is counted
@@ -119,8 +119,8 @@ def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms 
 
 def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> Footprint:
     """Count a model of `executor.models.borrowed`, which is not divided."""
-    from executor.models.borrowed import BorrowedConfig
-    from executor.models.borrowed.decoder import is_product, may_choose_experts
+    from octavo.executor.models.borrowed import BorrowedConfig
+    from octavo.executor.models.borrowed.decoder import is_product, may_choose_experts
 
     assert isinstance(config, BorrowedConfig)
     model = config.build("meta", config.dtype)

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.quantization.gguf_blocks import GROUP_SIZES, read_blocks
-from executor.quantization.groups import whole_groups
-from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight
-from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
-from protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX, GGUF_TYPES, GGUFIndex, GGUFTensor
+from octavo.executor.quantization.gguf_blocks import GROUP_SIZES, read_blocks
+from octavo.executor.quantization.groups import whole_groups
+from octavo.executor.shards import Shard
+from octavo.kernels.groupwise import GroupwiseWeight
+from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
+from octavo.protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX, GGUF_TYPES, GGUFIndex, GGUFTensor
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -33,7 +33,7 @@ class GGUFWeights:
         self._bytes = np.memmap(self._path, mode="r")
 
     def check(self, needed: set[str], unneeded: set[str]) -> None:
-        """See `executor.models.weights.Source`. What the file has and the model does not need was refused by the resolver."""
+        """See `models.weights.Source`. The resolver refused a file with what the model does not need."""
         if missing := sorted(needed - self._tensors.keys()):
             raise ValueError(f"the index of {self._path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 

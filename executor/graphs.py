@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.device import Captured, Device, place
-from executor.inputs import StepInputs
-from executor.packing import StepArrays, pad
+from octavo.executor.device import Captured, Device, place
+from octavo.executor.inputs import StepInputs
+from octavo.executor.packing import StepArrays, pad
 
 # T tokens of this step, S sequences, M blocks of a block table, E hidden size
 

@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import torch
 from torch import distributed
 
-from executor.parallel import ALONE, GroupLostError, TensorParallel
-from executor.runner import ModelRunner
-from protocol.config import Config
-from protocol.lifeline import Heart
-from protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode
+from octavo.executor.parallel import ALONE, GroupLostError, TensorParallel
+from octavo.executor.runner import ModelRunner
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode
 
 # Between two signs of life. A peer whose connection closes is noticed at once; this is for one that loads for long, or
 # whose machine is gone without a word.

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from executor.device import Device
-from executor.packing import ShareInputs
-from executor.sampler import Sampled, TokenLogprobs, pack_logprobs
-from protocol.messages import Logprobs, SequenceResult, Step, StepResult
+from octavo.executor.device import Device
+from octavo.executor.packing import ShareInputs
+from octavo.executor.sampler import Sampled, TokenLogprobs, pack_logprobs
+from octavo.protocol.messages import Logprobs, SequenceResult, Step, StepResult
 
 logger = logging.getLogger(__name__)
 

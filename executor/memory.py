@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from executor.cgroups import ROOT, group_directories, memory_limit, memory_limits, read_integer, read_table
-from protocol.config import Config
+from octavo.executor.cgroups import ROOT, group_directories, memory_limit, memory_limits, read_integer, read_table
+from octavo.protocol.config import Config
 
 # N blocks, K key/value heads, D head size, P tokens in a block
 

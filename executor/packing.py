@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from executor.sequences import SequenceState
-from protocol.messages import SequenceStep
+from octavo.executor.sequences import SequenceState
+from octavo.protocol.messages import SequenceStep
 
 # T tokens of this step, S sequences, M blocks of the longest block table
 

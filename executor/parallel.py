@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from executor.shards import Shard
+from octavo.executor.shards import Shard
 
 
 class GroupLostError(Exception):

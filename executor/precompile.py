@@ -1,13 +1,13 @@
-"""`python -m executor.precompile`: compile the kernels that the demo needs, as a set-up does before its first start."""
+"""`python -m octavo.executor.precompile`: compile the kernels that the demo needs, at set-up."""
 
 import sys
 
-from kernels.choice import available_backends, choose_backend  # before torch
+from octavo.kernels.choice import available_backends, choose_backend  # before torch
 
 # isort: split
 import torch
 
-from executor.warm_up import compile_kernels
+from octavo.executor.warm_up import compile_kernels
 
 
 def main() -> int:

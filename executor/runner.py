@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor import sampler
-from executor.columns import make_columns, to_device
-from executor.device import Device, device_of
-from executor.edits import JoinedEdits
-from executor.graphs import DecodeGraphs
-from executor.inputs import StepInputs
-from executor.launched import Launched, PromptSlice, StepOutputs
-from executor.memory import KVCaches
-from executor.models import Model
-from executor.packing import ShareInputs, StepArrays, pack, pending_rows
-from executor.parallel import ALONE, TensorParallel
-from executor.sampler import Sampled
-from executor.sequences import SequenceState
-from kernels.backend import Backend
-from protocol.messages import NeedInit, Step, StepResult
+from octavo.executor import sampler
+from octavo.executor.columns import make_columns, to_device
+from octavo.executor.device import Device, device_of
+from octavo.executor.edits import JoinedEdits
+from octavo.executor.graphs import DecodeGraphs
+from octavo.executor.inputs import StepInputs
+from octavo.executor.launched import Launched, PromptSlice, StepOutputs
+from octavo.executor.memory import KVCaches
+from octavo.executor.models import Model
+from octavo.executor.packing import ShareInputs, StepArrays, pack, pending_rows
+from octavo.executor.parallel import ALONE, TensorParallel
+from octavo.executor.sampler import Sampled
+from octavo.executor.sequences import SequenceState
+from octavo.kernels.backend import Backend
+from octavo.protocol.messages import NeedInit, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
 

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.columns import Columns, Draws
-from executor.edits import Edits
-from kernels.backend import MASKED_LOGIT, Backend
-from protocol.messages import Logprobs
+from octavo.executor.columns import Columns, Draws
+from octavo.executor.edits import Edits
+from octavo.kernels.backend import MASKED_LOGIT, Backend
+from octavo.protocol.messages import Logprobs
 
 # S rows, R some of them, V vocabulary, K likeliest tokens
 

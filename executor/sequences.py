@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.messages import SequenceInit, SequenceStep, unpack_ids
-from protocol.sampling import Sampling
+from octavo.protocol.messages import SequenceInit, SequenceStep, unpack_ids
+from octavo.protocol.sampling import Sampling
 
 SPARE_SLOTS = 64  # of new counts, for tokens to come
 PENDING = 0  # in the place of a token that only the device knows: an id that every vocabulary has

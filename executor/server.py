@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from executor.group import Relay
-from executor.launched import Launched
-from executor.memory import used_bytes
-from executor.runner import ModelRunner
-from protocol.handshakes import HandshakeWatch
-from protocol.lifeline import Heart
-from protocol.link_keys import ClientKeys
-from protocol.messages import (
+from octavo.executor.group import Relay
+from octavo.executor.launched import Launched
+from octavo.executor.memory import used_bytes
+from octavo.executor.runner import ModelRunner
+from octavo.protocol.handshakes import HandshakeWatch
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.link_keys import ClientKeys
+from octavo.protocol.messages import (
     Displaced,
     ExecutorReady,
     NeedInit,
@@ -35,7 +35,7 @@ from protocol.messages import (
     decode_to_executor,
     encode,
 )
-from protocol.sockets import connect_dealer, new_identity, try_send
+from octavo.protocol.sockets import connect_dealer, new_identity, try_send
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
-from executor.device import Device, device_of
-from executor.dtypes import choose_dtype, choose_kv_dtype
-from executor.fingerprint import model_fingerprint
-from executor.footprint import borrowed_footprint, choose_forms, native_footprint
-from executor.group import check_agreement, join_group, num_local_ranks, own_device
-from executor.memory import (
+from octavo.executor.device import Device, device_of
+from octavo.executor.dtypes import choose_dtype, choose_kv_dtype
+from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.footprint import borrowed_footprint, choose_forms, native_footprint
+from octavo.executor.group import check_agreement, join_group, num_local_ranks, own_device
+from octavo.executor.memory import (
     KVShape,
     PoolSize,
     allocate_kv_caches,
@@ -26,20 +26,27 @@ from executor.memory import (
     size_pool,
     total_bytes,
 )
-from executor.models import LoadedModel, ModelConfig, ModelDescription, compile_model, load_model, read_model_config
-from executor.models.split import check_size, num_kv_heads_of_rank
-from executor.parallel import ALONE, TensorParallel
-from executor.runner import ModelRunner
-from executor.server import StepProgress
-from executor.threads import choose_num_threads
-from executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
-from kernels import cpu
-from kernels.backend import Backend
-from kernels.choice import ChosenBackend, choose_backend
-from protocol.config import FIELDS, Config
-from protocol.lifeline import Heart
-from protocol.messages import ExecutorReady
-from protocol.sockets import new_identity
+from octavo.executor.models import (
+    LoadedModel,
+    ModelConfig,
+    ModelDescription,
+    compile_model,
+    load_model,
+    read_model_config,
+)
+from octavo.executor.models.split import check_size, num_kv_heads_of_rank
+from octavo.executor.parallel import ALONE, TensorParallel
+from octavo.executor.runner import ModelRunner
+from octavo.executor.server import StepProgress
+from octavo.executor.threads import choose_num_threads
+from octavo.executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
+from octavo.kernels import cpu
+from octavo.kernels.backend import Backend
+from octavo.kernels.choice import ChosenBackend, choose_backend
+from octavo.protocol.config import FIELDS, Config
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.messages import ExecutorReady
+from octavo.protocol.sockets import new_identity
 
 logger = logging.getLogger(__name__)
 

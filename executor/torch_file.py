@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protocol.model_files.torch_archive import damage
+from octavo.protocol.model_files.torch_archive import damage
 
 # safetensors' names of types
 TYPE_OF_DTYPE = {

@@ -6,14 +6,14 @@ import time
 from torch import Tensor
 from tqdm import tqdm
 
-from executor.graphs import DecodeGraphs, batch_sizes, table_widths
-from executor.inputs import StepInputs
-from executor.parallel import TensorParallel
-from executor.runner import ModelRunner
-from kernels.backend import Compilation
-from protocol.config import Config
-from protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
-from protocol.sampling import Sampling
+from octavo.executor.graphs import DecodeGraphs, batch_sizes, table_widths
+from octavo.executor.inputs import StepInputs
+from octavo.executor.parallel import TensorParallel
+from octavo.executor.runner import ModelRunner
+from octavo.kernels.backend import Compilation
+from octavo.protocol.config import Config
+from octavo.protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
+from octavo.protocol.sampling import Sampling
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m gateway`: serve HTTP until SIGINT or SIGTERM."""
+"""`python -m octavo.gateway`: serve HTTP until SIGINT or SIGTERM."""
 
 import asyncio
 import logging
@@ -9,21 +9,21 @@ import sys
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from ipaddress import ip_address
 
-from protocol.config import Config
-from protocol.extras import imports_of
-from protocol.lifeline import Heart
-from protocol.process import refuse, start_process
-from protocol.tcp import netloc
+from octavo.protocol.config import Config
+from octavo.protocol.extras import imports_of
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.process import refuse, start_process
+from octavo.protocol.tcp import netloc
 
-with imports_of("python -m gateway", "gateway"):
+with imports_of("python -m octavo.gateway", "gateway"):
     import uvicorn
     from starlette.applications import Starlette
 
-    from gateway.http.app import create_app, model_names
-    from gateway.http.http_protocol import BoundedHttpProtocol
-    from gateway.http.listener import listen, listening_at, turn_away
-    from gateway.http.metrics_page import create_metrics_app, serving
-    from gateway.measuring.metrics import Metrics
+    from octavo.gateway.http.app import create_app, model_names
+    from octavo.gateway.http.http_protocol import BoundedHttpProtocol
+    from octavo.gateway.http.listener import listen, listening_at, turn_away
+    from octavo.gateway.http.metrics_page import create_metrics_app, serving
+    from octavo.gateway.measuring.metrics import Metrics
 
 FIELDS = (
     "model",

@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.asking.asked import PromptTokens
-from gateway.reader_messages import (
+from octavo.gateway.asking.asked import PromptTokens
+from octavo.gateway.reader_messages import (
     LENGTH_BYTES,
     Answer,
     Cancel,
@@ -27,10 +27,10 @@ from gateway.reader_messages import (
     decode_answer,
     framed,
 )
-from gateway.request_error import RequestError, overloaded, unavailable
-from protocol.config import Config
-from protocol.messages import Ready, unpack_ids
-from protocol.settings.loading import child_environ
+from octavo.gateway.request_error import RequestError, overloaded, unavailable
+from octavo.protocol.config import Config
+from octavo.protocol.messages import Ready, unpack_ids
+from octavo.protocol.settings.loading import child_environ
 
 MAX_BODIES = 16  # at once
 MAX_READERS = 2  # each holds the tokenizer
@@ -143,7 +143,7 @@ class _Life:
 
     @classmethod
     async def start(cls, environ: dict[str, str]) -> "_Life":
-        command = (sys.executable, "-P", "-m", "gateway.reader")
+        command = (sys.executable, "-P", "-m", "octavo.gateway.reader")
         try:
             # In a session of its own, since a Ctrl-C is for the gateway alone. It ends when its standard input does.
             process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,4 @@
-"""`python -m gateway.reader`: long bodies to tokens, for a gateway, whose event loop none of this work can hold.
+"""`python -m octavo.gateway.reader`: long bodies to tokens, for a gateway, whose event loop none of this work can hold.
 
 To decode JSON, to render a template and to search a text are calls that hold an interpreter for as long as they take.
 Orders come through standard input, and answers go to standard output. Bodies take turns, a step each, so that the
@@ -19,19 +19,19 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.asking.model import Model
-from gateway.asking.prepare import prepare
-from gateway.http.body import decode_body
-from gateway.http.errors import internal_error
-from gateway.http.generate import CHAT, COMPLETIONS, Door
-from gateway.http.service import served_name
-from gateway.reader_messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
-from gateway.request_error import RequestError
-from gateway.text.model_files import ModelFiles, read_model_files
-from gateway.text.steps import Steps, next_step
-from protocol.messages import pack_ids
-from protocol.process import configure_logging, refuse
-from protocol.settings.loading import load_config
+from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.prepare import prepare
+from octavo.gateway.http.body import decode_body
+from octavo.gateway.http.errors import internal_error
+from octavo.gateway.http.generate import CHAT, COMPLETIONS, Door
+from octavo.gateway.http.service import served_name
+from octavo.gateway.reader_messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
+from octavo.gateway.text.steps import Steps, next_step
+from octavo.protocol.messages import pack_ids
+from octavo.protocol.process import configure_logging, refuse
+from octavo.protocol.settings.loading import load_config
 
 DOORS: dict[str, Door[Any]] = {door.id_prefix: door for door in (CHAT, COMPLETIONS)}
 STEP_S = 5.0  # of processor time: of usual texts a step takes milliseconds
@@ -169,7 +169,7 @@ def main() -> int:
         configure_logging("reader", "error")  # the gateway has said what there is to say of the model
         files = read_model_files(config)
     except (ValueError, OSError) as error:
-        return refuse("gateway.reader", error)
+        return refuse("octavo.gateway.reader", error)
 
     def answer(message: Answer) -> None:
         content = memoryview(framed(message))

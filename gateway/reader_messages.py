@@ -4,7 +4,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from protocol.messages import Ready
+from octavo.protocol.messages import Ready
 
 LENGTH_BYTES = 4
 

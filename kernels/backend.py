@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels.groupwise import GroupwiseWeight
 
 MASKED_LOGIT = -1e30  # of a token that is forbidden: finite after division by the least temperature
 

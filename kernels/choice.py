@@ -6,7 +6,7 @@ A program imports this module before torch (see `kernels.cpu.jit`).
 
 from typing import NamedTuple
 
-from kernels import cpu as cpu  # before torch
+from octavo.kernels import cpu as cpu  # before torch
 
 # isort: split
 import importlib
@@ -15,8 +15,8 @@ import os
 
 import torch
 
-from kernels.backend import Backend
-from kernels.gpu import Gpu, find_gpu
+from octavo.kernels.backend import Backend
+from octavo.kernels.gpu import Gpu, find_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LEAST_CAPABILITY = (8, 0)  # of GPUs for which Triton kernels are compiled; AMD's GPUs say 9 and more

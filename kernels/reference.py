@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import philox
-from kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels import philox
+from octavo.kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
+from octavo.kernels.groupwise import GroupwiseWeight
 
 
 def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:

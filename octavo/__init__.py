@@ -3,13 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from octavo.shadows import require_ours
-
-for package in ("protocol", "gateway"):
-    require_ours(package)
-
-from protocol.extras import require_extras  # noqa: E402
-from protocol.version import __version__  # noqa: E402  (what was imported as `protocol` has to be ours)
+from octavo.protocol.extras import require_extras
+from octavo.protocol.version import __version__
 
 if TYPE_CHECKING:
     from octavo.python.async_llm import AsyncLLM

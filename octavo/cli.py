@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from octavo import __version__
 from octavo.errors import ChildRefusedError, CommandError, GenerationError, LaunchError, ModelError
+from octavo.protocol.config import ConfigError
+from octavo.protocol.extras import MissingExtraError, require_extras
+from octavo.protocol.process import ArgumentParser, know_home, paragraph
 from octavo.streams import OutputEndedError, open_standard_streams
-from protocol.config import ConfigError
-from protocol.extras import MissingExtraError, require_extras
-from protocol.process import ArgumentParser, know_home, paragraph
 
 INTERRUPTED = 130  # as a shell says of who SIGINT ended
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from octavo.models.cache import models_directory
-from protocol.version import __version__
+from octavo.protocol.version import __version__
 
 Section = Mapping[str, str]
 
@@ -199,7 +199,7 @@ def _output(command: list[str]) -> str:
 
 def _computes() -> Section:
     """Return what a child finds that may import torch: the command itself never does."""
-    command = [sys.executable, "-P", "-m", "executor.environment"]
+    command = [sys.executable, "-P", "-m", "octavo.executor.environment"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False

@@ -16,7 +16,7 @@ import zmq
 from zmq.auth import load_certificate
 from zmq.utils import z85
 
-from protocol.config import Config
+from octavo.protocol.config import Config
 
 logger = logging.getLogger(__name__)
 

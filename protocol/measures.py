@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from protocol.messages import HistogramCounts
+from octavo.protocol.messages import HistogramCounts
 
 # Upper bounds. A metric that vLLM has too has vLLM's bounds, so that dashboards for vLLM fit.
 FIRST_TOKEN_BOUNDS_S = (

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from protocol.sampling import Sampling
+from octavo.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 3
 MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt, since one message carries them all

@@ -14,18 +14,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from protocol.config import FIELDS, Config, ConfigError
-from protocol.lifeline import LIFELINE_FLAG, Heart
-from protocol.settings.flags import add_flags
-from protocol.settings.foreign import say_what_has_no_effect
-from protocol.settings.loading import load_config, refuse_foreign_keys
-from protocol.settings.suggestions import setting_suggestion
+from octavo.protocol.config import FIELDS, Config, ConfigError
+from octavo.protocol.lifeline import LIFELINE_FLAG, Heart
+from octavo.protocol.settings.flags import add_flags
+from octavo.protocol.settings.foreign import say_what_has_no_effect
+from octavo.protocol.settings.loading import load_config, refuse_foreign_keys
+from octavo.protocol.settings.suggestions import setting_suggestion
 
 # Packages that log at the level asked for. Libraries log from WARNING on, unless that level is debug.
-OURS = ("__main__", "executor", "gateway", "kernels", "octavo", "protocol", "scheduler")
+OURS = ("__main__", "octavo")
 CONTROLS = dict.fromkeys((*range(32), *range(127, 160)), "\ufffd")  # characters that move a cursor, or worse
 REFUSED = 2  # exit status of a process that printed, in one paragraph, why it does not start
-PROGRAM = "python -m "  # begins that paragraph; the process's name and a colon follow
+PROGRAM = "python -m octavo."  # begins that paragraph; the process's name and a colon follow
 
 
 class ArgumentParser(argparse.ArgumentParser):

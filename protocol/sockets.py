@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import zmq
 
-from protocol.link_keys import TCP, ClientKeys, ServerKeys
+from octavo.protocol.link_keys import TCP, ClientKeys, ServerKeys
 
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_IPC_PATH_BYTES = 107  # of a Unix socket's path, without the closing zero

@@ -1,11 +1,11 @@
-"""`python -m scheduler`: serve until SIGINT or SIGTERM."""
+"""`python -m octavo.scheduler`: serve until SIGINT or SIGTERM."""
 
 import signal
 import sys
 from contextlib import ExitStack
 
-from protocol.process import refuse, start_process
-from scheduler.server import open_server
+from octavo.protocol.process import refuse, start_process
+from octavo.scheduler.server import open_server
 
 FIELDS = (
     "max_num_seqs",

@@ -6,16 +6,16 @@ from collections import deque
 from dataclasses import dataclass
 from operator import attrgetter
 
-from protocol.messages import Logprobs
-from scheduler.blocks import BlockManager
-from scheduler.interface import Counters, Update
-from scheduler.limits import Limits
-from scheduler.prefix import PrefixCache
-from scheduler.sequence import PlannedShare, Sequence
-from scheduler.sizes import share_bytes
-from scheduler.suspects import Suspects
-from scheduler.tenants import TenantUsage
-from scheduler.turns import Turns
+from octavo.protocol.messages import Logprobs
+from octavo.scheduler.blocks import BlockManager
+from octavo.scheduler.interface import Counters, Update
+from octavo.scheduler.limits import Limits
+from octavo.scheduler.prefix import PrefixCache
+from octavo.scheduler.sequence import PlannedShare, Sequence
+from octavo.scheduler.sizes import share_bytes
+from octavo.scheduler.suspects import Suspects
+from octavo.scheduler.tenants import TenantUsage
+from octavo.scheduler.turns import Turns
 
 PRIORITY = attrgetter("priority")
 QUEUE_KEY = attrgetter("queue_key")

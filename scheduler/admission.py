@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Collection
 
-from protocol.messages import Submit, unpack_ids
-from scheduler.sequence import Prompt, Sequence
+from octavo.protocol.messages import Submit, unpack_ids
+from octavo.scheduler.sequence import Prompt, Sequence
 
 
 class SubmitError(ValueError):

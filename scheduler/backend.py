@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import zmq
 
-from protocol.config import Config
-from protocol.messages import (
+from octavo.protocol.config import Config
+from octavo.protocol.messages import (
     Displaced,
     ExecutorReady,
     NeedInit,
@@ -17,12 +17,12 @@ from protocol.messages import (
     decode_from_executor,
     encode,
 )
-from protocol.sockets import new_identity, try_send
-from scheduler.cadence import Cadence
-from scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
-from scheduler.inbox import Inbox
-from scheduler.predictor import StepSize, step_size
-from scheduler.scheduler import PlannedStep, Scheduler
+from octavo.protocol.sockets import new_identity, try_send
+from octavo.scheduler.cadence import Cadence
+from octavo.scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
+from octavo.scheduler.inbox import Inbox
+from octavo.scheduler.predictor import StepSize, step_size
+from octavo.scheduler.scheduler import PlannedStep, Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """When the next step is planned, and how many tokens of prompts it may have. Pure: no clock."""
 
-from protocol.messages import StepResult
-from scheduler.executor_link import SentStep
-from scheduler.pace import Pace
-from scheduler.predictor import StepPredictor
+from octavo.protocol.messages import StepResult
+from octavo.scheduler.executor_link import SentStep
+from octavo.scheduler.pace import Pace
+from octavo.scheduler.predictor import StepPredictor
 
 
 class Cadence:

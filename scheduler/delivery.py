@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from protocol.messages import Hello, Logprobs, Output, Outputs, Submit, logprob_bytes
-from scheduler.scheduler import Update
+from octavo.protocol.messages import Hello, Logprobs, Output, Outputs, Submit, logprob_bytes
+from octavo.scheduler.scheduler import Update
 
 MAX_OUTPUTS_BYTES = 8 << 20  # of one message; log probabilities of one prompt may come on top
 RETRY_S = 0.02  # between attempts to send to a gateway whose queue is full

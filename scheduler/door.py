@@ -13,8 +13,8 @@ from functools import partial
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from protocol.handshakes import REFUSED, HandshakeEvent, monitor, receive_event
-from protocol.link_keys import ServerKeys
+from octavo.protocol.handshakes import REFUSED, HandshakeEvent, monitor, receive_event
+from octavo.protocol.link_keys import ServerKeys
 
 logger = logging.getLogger(__name__)
 

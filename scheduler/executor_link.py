@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome
-from scheduler.predictor import StepSize
+from octavo.protocol.messages import ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome
+from octavo.scheduler.predictor import StepSize
 
 MAX_LOOK_S = 2.0  # one call of `watch` adds at most this to a stall
 MIN_PRESENCE_S = 1.0  # between two messages that prove a life; messages that are only late come all at once

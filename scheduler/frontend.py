@@ -6,8 +6,8 @@ from weakref import WeakValueDictionary
 
 import zmq
 
-from protocol.config import Config
-from protocol.messages import (
+from octavo.protocol.config import Config
+from octavo.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
@@ -21,13 +21,13 @@ from protocol.messages import (
     decode_to_scheduler,
     encode,
 )
-from protocol.sockets import try_send
-from scheduler.admission import SubmitError, make_prompt, make_sequence
-from scheduler.delivery import Ledger
-from scheduler.finish_rate import FinishRate
-from scheduler.inbox import Inbox
-from scheduler.measures import Measures
-from scheduler.scheduler import Prompt, Scheduler
+from octavo.protocol.sockets import try_send
+from octavo.scheduler.admission import SubmitError, make_prompt, make_sequence
+from octavo.scheduler.delivery import Ledger
+from octavo.scheduler.finish_rate import FinishRate
+from octavo.scheduler.inbox import Inbox
+from octavo.scheduler.measures import Measures
+from octavo.scheduler.scheduler import Prompt, Scheduler
 
 MAX_MESSAGES_A_TURN = 64
 MAX_REFUSED_GATEWAYS = 1024

@@ -2,8 +2,8 @@
 
 from itertools import pairwise
 
-from scheduler.accounts import Accounts
-from scheduler.sequence import PlannedShare, Sequence
+from octavo.scheduler.accounts import Accounts
+from octavo.scheduler.sequence import PlannedShare, Sequence
 
 
 def check(accounts: Accounts) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.messages import Logprobs, SequenceStep
+from octavo.protocol.messages import Logprobs, SequenceStep
 
 
 @dataclass(frozen=True, slots=True)

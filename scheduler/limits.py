@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from protocol.messages import excess_of_prompt_logprobs
-from scheduler.sequence import Sequence
-from scheduler.sizes import MAX_STEP_BYTES
+from octavo.protocol.messages import excess_of_prompt_logprobs
+from octavo.scheduler.sequence import Sequence
+from octavo.scheduler.sizes import MAX_STEP_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ new life, it counts there from its arrival.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUNDS_SEQS, STEP_BOUNDS_TOKENS, Histogram
-from protocol.messages import EngineHistograms, SequenceStep
-from scheduler.interface import Update
-from scheduler.predictor import StepSize
+from octavo.protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUNDS_SEQS, STEP_BOUNDS_TOKENS, Histogram
+from octavo.protocol.messages import EngineHistograms, SequenceStep
+from octavo.scheduler.interface import Update
+from octavo.scheduler.predictor import StepSize
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from collections import deque
 from statistics import median_low
 
-from scheduler.predictor import StepPredictor, StepSize
+from octavo.scheduler.predictor import StepPredictor, StepSize
 
 NUM_KEPT_STEPS = 9  # their median is robust against a first step that compiles, or a busy moment
 MIN_PROMPT_TOKENS = 8  # with fewer, chance counts more than the time of a token

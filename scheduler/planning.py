@@ -4,11 +4,11 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import islice
 
-from protocol.messages import SequenceStep
-from scheduler.accounts import Accounts, StepInFlight
-from scheduler.interface import PlannedStep
-from scheduler.sequence import PlannedShare, Sequence
-from scheduler.sizes import init_bytes
+from octavo.protocol.messages import SequenceStep
+from octavo.scheduler.accounts import Accounts, StepInFlight
+from octavo.scheduler.interface import PlannedStep
+from octavo.scheduler.sequence import PlannedShare, Sequence
+from octavo.scheduler.sizes import init_bytes
 
 MAX_STEPS_IN_FLIGHT = 2
 MAX_STEPS_TO_DRAIN_PROMPTS = 24

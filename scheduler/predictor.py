@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.messages import SequenceStep
+from octavo.protocol.messages import SequenceStep
 
 SMOOTHING = 0.125  # weight of the newest value in a running mean
 MIN_MARGIN_S = 0.0015  # a poll wakes up to a millisecond late

@@ -8,8 +8,8 @@ a tenant's name is still a cache salt.
 import hashlib
 import struct
 
-from scheduler.blocks import BlockManager
-from scheduler.sequence import PlannedShare, Sequence
+from octavo.scheduler.blocks import BlockManager
+from octavo.scheduler.sequence import PlannedShare, Sequence
 
 
 class PrefixCache:

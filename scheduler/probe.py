@@ -1,4 +1,4 @@
-"""`python -m scheduler.probe`: is the scheduler of this machine or container ready, together with its executor?
+"""`python -m octavo.scheduler.probe`: is the scheduler of this machine or container ready, together with its executor?
 
 It reads the scheduler's own variables and keys. The exit status is 0 if work can make progress. Otherwise it is 1, and
 the reason is printed.
@@ -11,10 +11,10 @@ import time
 
 import zmq
 
-from protocol.link_keys import ClientKeys, client_keys
-from protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway, encode
-from protocol.settings.loading import load_config
-from protocol.sockets import connect_dealer, new_identity
+from octavo.protocol.link_keys import ClientKeys, client_keys
+from octavo.protocol.messages import PROTOCOL_VERSION, Hello, Ready, decode_to_gateway, encode
+from octavo.protocol.settings.loading import load_config
+from octavo.protocol.sockets import connect_dealer, new_identity
 
 TIMEOUT_S = 2.0  # shorter than the usual timeout of a probe
 

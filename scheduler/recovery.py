@@ -3,8 +3,8 @@
 from array import array
 from collections.abc import Iterable
 
-from scheduler.accounts import Accounts, StepInFlight
-from scheduler.limits import misfit
+from octavo.scheduler.accounts import Accounts, StepInFlight
+from octavo.scheduler.limits import misfit
 
 
 def cancel_steps(accounts: Accounts, step_id: int, seq_ids: Iterable[int]) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from protocol.measures import RecentMaximum
-from protocol.messages import Stats, StepResult
-from scheduler.measures import Measures
-from scheduler.predictor import StepSize
-from scheduler.scheduler import Scheduler
+from octavo.protocol.measures import RecentMaximum
+from octavo.protocol.messages import Stats, StepResult
+from octavo.scheduler.measures import Measures
+from octavo.scheduler.predictor import StepSize
+from octavo.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """What the result of a step means for its sequences: new tokens, ends, shareable blocks. Pure."""
 
-from protocol.messages import SequenceResult, StepResult
-from scheduler.accounts import Accounts
-from scheduler.sequence import PlannedShare, Sequence
-from scheduler.stopping import append_tokens
+from octavo.protocol.messages import SequenceResult, StepResult
+from octavo.scheduler.accounts import Accounts
+from octavo.scheduler.sequence import PlannedShare, Sequence
+from octavo.scheduler.stopping import append_tokens
 
 
 def apply_result(accounts: Accounts, result: StepResult) -> None:

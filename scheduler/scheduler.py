@@ -24,17 +24,17 @@ So new tokens or ends always come, and there are finitely many of them.
 from bisect import insort
 from collections.abc import Iterable
 
-from protocol.messages import Logprobs, StepResult
-from scheduler.accounts import QUEUE_KEY, Accounts
-from scheduler.integrity import check
-from scheduler.interface import PlannedStep, Update
-from scheduler.limits import Limits, Refusal, refusal
-from scheduler.planning import plan_step
-from scheduler.recovery import cancel_steps, give_up_steps, replace_executor
-from scheduler.results import apply_result
-from scheduler.sequence import Prompt, Sequence
-from scheduler.sizes import share_bytes, token_bytes
-from scheduler.stopping import finish_reason
+from octavo.protocol.messages import Logprobs, StepResult
+from octavo.scheduler.accounts import QUEUE_KEY, Accounts
+from octavo.scheduler.integrity import check
+from octavo.scheduler.interface import PlannedStep, Update
+from octavo.scheduler.limits import Limits, Refusal, refusal
+from octavo.scheduler.planning import plan_step
+from octavo.scheduler.recovery import cancel_steps, give_up_steps, replace_executor
+from octavo.scheduler.results import apply_result
+from octavo.scheduler.sequence import Prompt, Sequence
+from octavo.scheduler.sizes import share_bytes, token_bytes
+from octavo.scheduler.stopping import finish_reason
 
 __all__ = ["Limits", "PlannedStep", "Prompt", "Refusal", "Scheduler", "Sequence", "Update"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.messages import Logprobs, SequenceInit
-from protocol.sampling import Sampling
+from octavo.protocol.messages import Logprobs, SequenceInit
+from octavo.protocol.sampling import Sampling
 
 
 def no_ids() -> "array[int]":

@@ -13,17 +13,17 @@ from contextlib import contextmanager
 
 import zmq
 
-from protocol.config import Config
-from protocol.lifeline import Heart
-from protocol.link_keys import server_keys
-from protocol.messages import ExecutorReady, Ready, Stats
-from protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address
-from scheduler.backend import Backend
-from scheduler.door import keep_door, report_refused
-from scheduler.executor_link import MAX_LOOK_S
-from scheduler.frontend import Frontend, Offer
-from scheduler.reports import Reports
-from scheduler.scheduler import Limits, Scheduler
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.link_keys import server_keys
+from octavo.protocol.messages import ExecutorReady, Ready, Stats
+from octavo.protocol.sockets import MAX_MESSAGE_BYTES, bind_router, hold_address
+from octavo.scheduler.backend import Backend
+from octavo.scheduler.door import keep_door, report_refused
+from octavo.scheduler.executor_link import MAX_LOOK_S
+from octavo.scheduler.frontend import Frontend, Offer
+from octavo.scheduler.reports import Reports
+from octavo.scheduler.scheduler import Limits, Scheduler
 
 logger = logging.getLogger(__name__)
 

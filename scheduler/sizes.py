@@ -1,9 +1,9 @@
 """How many bytes a share takes at most in its Step and in the StepResult, since messages have a limit."""
 
-from protocol.messages import logprob_bytes
-from protocol.sampling import Sampling
-from protocol.sockets import MAX_MESSAGE_BYTES
-from scheduler.sequence import Sequence
+from octavo.protocol.messages import logprob_bytes
+from octavo.protocol.sampling import Sampling
+from octavo.protocol.sockets import MAX_MESSAGE_BYTES
+from octavo.scheduler.sequence import Sequence
 
 MAX_STEP_BYTES = MAX_MESSAGE_BYTES // 2  # of both messages together; leaves room for what is not counted here
 FRAME_BYTES = 256  # around a share and its result: numbers, lengths, the plain sampling parameters

@@ -1,6 +1,6 @@
 """When a sequence ends, by integers alone: stop ids, `min_tokens`, `max_tokens`, `max_model_len`."""
 
-from scheduler.sequence import Sequence
+from octavo.scheduler.sequence import Sequence
 
 
 def finish_reason(sequence: Sequence) -> str | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from scheduler.sequence import Sequence
+from octavo.scheduler.sequence import Sequence
 
 MAX_DEATHS = 1  # one death may be chance; a sequence that was in flight at more deaths is a suspect
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-import kernels.choice  # noqa: F401  (before whatever loads torch: one OpenMP runtime)
+import octavo.kernels.choice  # noqa: F401  (before whatever loads torch: one OpenMP runtime)
 from octavo.models.resolve import resolve_model
 
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import msgspec
 
-from bench.machine import this_place
-from bench.serve.client import Server
-from bench.serve.compare import by_work, markdown
-from bench.serve.dataset import named, read_dataset
-from bench.serve.flags import COMPARING, add_flags, read_work
-from bench.serve.measure import Times, measure
-from bench.serve.plot import plot_comparison, plot_result
-from bench.serve.requests import Request
-from bench.serve.results import FORMAT, Result, median_figures, read_result, write_bytes, write_result
-from bench.serve.table import format_result
-from bench.serve.work import Work
+from octavo.bench.machine import this_place
+from octavo.bench.serve.client import Server
+from octavo.bench.serve.compare import by_work, markdown
+from octavo.bench.serve.dataset import named, read_dataset
+from octavo.bench.serve.flags import COMPARING, add_flags, read_work
+from octavo.bench.serve.measure import Times, measure
+from octavo.bench.serve.plot import plot_comparison, plot_result
+from octavo.bench.serve.requests import Request
+from octavo.bench.serve.results import FORMAT, Result, median_figures, read_result, write_bytes, write_result
+from octavo.bench.serve.table import format_result
+from octavo.bench.serve.work import Work
 from octavo.cli import INTERRUPTED
 from octavo.commands.flags import read_quiet_config
-from protocol.config import ConfigError
-from protocol.process import begin_log
+from octavo.protocol.config import ConfigError
+from octavo.protocol.process import begin_log
 
 SUMMARY = (
     "Load a running server with streamed requests and show throughput and latency. The exit status is 1 if a request"

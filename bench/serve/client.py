@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from bench.serve.answer import Answer, error_message, shorten
-from bench.serve.results import Record
+from octavo.bench.serve.answer import Answer, error_message, shorten
+from octavo.bench.serve.results import Record
 from octavo.errors import CommandError
 
 CONNECT_TIMEOUT_S = 30.0

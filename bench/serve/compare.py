@@ -5,7 +5,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from bench.serve.results import Figures, Result, median_figures
+from octavo.bench.serve.results import Figures, Result, median_figures
 
 # Of one work: the median figures of each server, by label.
 Servers = Mapping[str, Figures]

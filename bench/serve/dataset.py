@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bench.serve.requests import Message, Request
+from octavo.bench.serve.requests import Message, Request
 from octavo.errors import CommandError
 
 ROLES = {"human": "user", "user": "user", "system": "system", "gpt": "assistant", "assistant": "assistant"}

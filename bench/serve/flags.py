@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.serve.lengths import parse_lengths
-from bench.serve.results import TARGETS
-from bench.serve.work import Work
-from protocol.config import ConfigError
+from octavo.bench.serve.lengths import parse_lengths
+from octavo.bench.serve.results import TARGETS
+from octavo.bench.serve.work import Work
+from octavo.protocol.config import ConfigError
 
 DEFAULT_DATASET_OUTPUT_LEN = 256
 COMPARING = ("compare", "plot")

@@ -7,11 +7,11 @@ import aiohttp
 import msgspec
 from tqdm import tqdm
 
-from bench.serve.arrivals import poisson_arrivals
-from bench.serve.client import ROUTES, Load, Sender, Server, first_model, open_session
-from bench.serve.requests import Request, bodies, random_requests
-from bench.serve.results import Run, summarize
-from bench.serve.work import Work
+from octavo.bench.serve.arrivals import poisson_arrivals
+from octavo.bench.serve.client import ROUTES, Load, Sender, Server, first_model, open_session
+from octavo.bench.serve.requests import Request, bodies, random_requests
+from octavo.bench.serve.results import Run, summarize
+from octavo.bench.serve.work import Work
 from octavo.errors import CommandError
 
 

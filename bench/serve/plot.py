@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from bench.serve.compare import COMPARED, Figure, Servers
-from bench.serve.results import MS, Record, Result
+from octavo.bench.serve.compare import COMPARED, Figure, Servers
+from octavo.bench.serve.results import MS, Record, Result
 
 COLOURS = ("#3b6fb6", "#e08a3c", "#5a9e6f", "#b0547a", "#7a6bb0", "#8c8c8c")
 MARKED = {"p50": "-", "p99": "--"}

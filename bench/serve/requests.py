@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from bench.serve.lengths import parse_lengths
-from bench.serve.work import Work
+from octavo.bench.serve.lengths import parse_lengths
+from octavo.bench.serve.work import Work
 
 # Common words, each about one token of most tokenizers.
 WORD_LIST = """

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.machine import Place
-from bench.serve.work import Work
+from octavo.bench.machine import Place
+from octavo.bench.serve.work import Work
 from octavo.errors import CommandError
 
 FORMAT = 1  # counts up when a file of results means something else

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from bench.serve.results import Figures, Result, Spread
+from octavo.bench.serve.results import Figures, Result, Spread
 
 SPREADS = {
     "first token (ttft)": "ttft_ms",

@@ -7,28 +7,15 @@ from typing import Any
 
 import msgspec
 
+from octavo.bench.step.settings import SETTINGS
 from octavo.commands.flags import EPILOG, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
 from octavo.models.resolve import resolve_model_of
-from protocol.config import ConfigError
-from protocol.process import configure_logging
-from protocol.settings.flags import add_flags
+from octavo.protocol.config import ConfigError
+from octavo.protocol.process import configure_logging
+from octavo.protocol.settings.flags import add_flags
 
 SUMMARY = "Time the executor alone, without sockets, over batch and context, against the floor of this machine's CPU."
-# Of the settings, those that an executor on the CPU reads.
-SETTINGS = (
-    "use_modelscope",
-    "trust_remote_code",
-    "load_format",
-    "quantization",
-    "dtype",
-    "max_model_len",
-    "kv_cache_memory_bytes",
-    "block_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "num_threads",
-)
 PROFILED = (1, 8, 32)
 
 
@@ -72,10 +59,10 @@ def run(flags: Mapping[str, Any]) -> int:
     configure_logging("bench", config.log_level)
     resolved = resolve_model_of(config)
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
-    import kernels.choice  # noqa: F401
-    from bench.step.measure import Request, measure
-    from bench.step.results import show
-    from executor.startup import START_FAILURES
+    import octavo.kernels.choice  # noqa: F401
+    from octavo.bench.step.measure import Request, measure
+    from octavo.bench.step.results import show
+    from octavo.executor.startup import START_FAILURES
 
     request = Request(*(flags[name] for name in Request._fields))
     config = msgspec.structs.replace(config, model=str(resolved.directory), attention_backend="cpu")

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from bench.step.floor import Ceilings
-from bench.step.reading import read_all
-from executor.dtypes import DTYPES
-from kernels.cpu.products import has_bfloat16
+from octavo.bench.step.floor import Ceilings
+from octavo.bench.step.reading import read_all
+from octavo.executor.dtypes import DTYPES
+from octavo.kernels.cpu.products import has_bfloat16
 
 NUM_READ_BYTES = 512 << 20
 SQUARES = (1024, 1536, 2048)  # rows and columns of the matrices

@@ -9,21 +9,22 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from bench.machine import this_place
-from bench.step import SETTINGS, results
-from bench.step.ceilings import better_of, measure_ceilings
-from bench.step.floor import Ceilings, ModelWork
-from bench.step.model_work import model_work, product_names
-from bench.step.results import Profile, Result, Timing
-from bench.step.steps import Case, Steps, why_not
-from bench.step.timed import Stopwatch, overhead_ns
-from executor.cgroups import ROOT, read_table
-from executor.models import LoadedModel
-from executor.runner import ModelRunner
-from executor.startup import start_executor
-from executor.threads import choose_num_threads
-from kernels.cpu import set_num_threads
-from protocol.config import FIELDS, Config
+from octavo.bench.machine import this_place
+from octavo.bench.step import results
+from octavo.bench.step.ceilings import better_of, measure_ceilings
+from octavo.bench.step.floor import Ceilings, ModelWork
+from octavo.bench.step.model_work import model_work, product_names
+from octavo.bench.step.results import Profile, Result, Timing
+from octavo.bench.step.settings import SETTINGS
+from octavo.bench.step.steps import Case, Steps, why_not
+from octavo.bench.step.timed import Stopwatch, overhead_ns
+from octavo.executor.cgroups import ROOT, read_table
+from octavo.executor.models import LoadedModel
+from octavo.executor.runner import ModelRunner
+from octavo.executor.startup import start_executor
+from octavo.executor.threads import choose_num_threads
+from octavo.kernels.cpu import set_num_threads
+from octavo.protocol.config import FIELDS, Config
 
 
 class Request(NamedTuple):
@@ -63,7 +64,7 @@ class Dissected(NamedTuple):
 
 
 class Subject:
-    """An executor, started as `python -m executor` starts it, for one person's measurements."""
+    """An executor, started as `python -m octavo.executor` starts it, for one person's measurements."""
 
     def __init__(self, config: Config, temperature: float) -> None:
         started_s = time.perf_counter()

@@ -6,12 +6,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from bench.step.floor import AttentionLayer, ModelWork, Product
-from executor.models import Decoder, LoadedModel
-from executor.models.decoder import Attention
-from executor.models.layers import VocabParallelEmbedding
-from kernels.backend import PackedLinear
-from kernels.cpu.products import has_bfloat16
+from octavo.bench.step.floor import AttentionLayer, ModelWork, Product
+from octavo.executor.models import Decoder, LoadedModel
+from octavo.executor.models.decoder import Attention
+from octavo.executor.models.layers import VocabParallelEmbedding
+from octavo.kernels.backend import PackedLinear
+from octavo.kernels.cpu.products import has_bfloat16
 
 
 class SizedLinear(PackedLinear, Protocol):

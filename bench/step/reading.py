@@ -8,10 +8,10 @@ A thread reads both halves of its part at once: two streams come faster than one
 import numpy as np
 from numba import prange
 
-from kernels.cpu.jit import kernel
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load
-from kernels.cpu.simd import splat, sum_of_lanes
+from octavo.kernels.cpu.jit import kernel
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load
+from octavo.kernels.cpu.simd import splat, sum_of_lanes
 
 LINE = 2 * LANES  # elements read at once of each half, for chains of additions that do not wait for one another
 

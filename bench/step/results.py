@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from bench.machine import Place
-from bench.step.floor import Ceilings, Work, part_floor_s, step_floor_s
-from bench.step.steps import Case
+from octavo.bench.machine import Place
+from octavo.bench.step.floor import Ceilings, Work, part_floor_s, step_floor_s
+from octavo.bench.step.steps import Case
 
 LEGEND = """\
 floor: what the step takes at least here, the sum over its parts (products by layer, attention, what lies between) of

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from bench.step.floor import StepShape
-from executor.memory import KVCaches
-from executor.runner import ModelRunner
-from protocol.config import Config
-from protocol.messages import SequenceInit, SequenceStep, Step, StepResult, pack_ids
-from protocol.sampling import Sampling
+from octavo.bench.step.floor import StepShape
+from octavo.executor.memory import KVCaches
+from octavo.executor.runner import ModelRunner
+from octavo.protocol.config import Config
+from octavo.protocol.messages import SequenceInit, SequenceStep, Step, StepResult, pack_ids
+from octavo.protocol.sampling import Sampling
 
 ROUND_TOKENS = 16  # by which the sequences of a decode step grow before they begin anew
 TILE_BLOCKS = 64  # with random keys and values, again and again in the pool

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from bench.step.floor import ATTENTION, KV_STORE, NORMS
-from executor.inputs import StepInputs
-from executor.memory import KVCaches
-from executor.models import Decoder, Model
-from executor.models.decoder import CompiledLayers
-from executor.runner import ModelRunner
-from kernels.backend import Backend
-from protocol.messages import Step
+from octavo.bench.step.floor import ATTENTION, KV_STORE, NORMS
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches
+from octavo.executor.models import Decoder, Model
+from octavo.executor.models.decoder import CompiledLayers
+from octavo.executor.runner import ModelRunner
+from octavo.kernels.backend import Backend
+from octavo.protocol.messages import Step
 
 PACKING, BETWEEN, SAMPLING = "packing", "between kernels", "sampling"
 # What the functions of a Backend are shown as; others as themselves, `linear` by its layer's name.

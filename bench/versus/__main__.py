@@ -1,4 +1,4 @@
-"""`python -m bench.versus --server NAME=COMMAND --server NAME=COMMAND --output-dir DIRECTORY`."""
+"""`python -m octavo.bench.versus --server NAME=COMMAND --server NAME=COMMAND --output-dir DIRECTORY`."""
 
 import argparse
 import asyncio
@@ -9,18 +9,18 @@ from pathlib import Path
 
 import msgspec
 
-from bench.machine import this_place
-from bench.serve.flags import positive_float, positive_int
-from bench.serve.measure import measure
-from bench.serve.results import FORMAT, Result
-from bench.serve.table import format_result
-from bench.serve.work import Work
-from bench.versus.plan import ROWS, Plan, ServerPlan, read_plan, typed_plan, typed_work
-from bench.versus.process import ServerProcess, started
-from bench.versus.report import Life, Report, report_markdown, write_report
+from octavo.bench.machine import this_place
+from octavo.bench.serve.flags import positive_float, positive_int
+from octavo.bench.serve.measure import measure
+from octavo.bench.serve.results import FORMAT, Result
+from octavo.bench.serve.table import format_result
+from octavo.bench.serve.work import Work
+from octavo.bench.versus.plan import ROWS, Plan, ServerPlan, read_plan, typed_plan, typed_work
+from octavo.bench.versus.process import ServerProcess, started
+from octavo.bench.versus.report import Life, Report, report_markdown, write_report
 from octavo.cli import INTERRUPTED
 from octavo.errors import CommandError
-from protocol.process import ArgumentParser, paragraph
+from octavo.protocol.process import ArgumentParser, paragraph
 
 ALL = ""  # names the rows that are for every server
 
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="python -m bench.versus",
+        prog="python -m octavo.bench.versus",
         description="Start servers in turn, several times, and measure each under the same loads: the first server's"
         " ratio to the others, as tables, a plot and JSON. The exit status is 1 if a server does not answer.",
     )

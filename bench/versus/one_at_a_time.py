@@ -1,6 +1,6 @@
 """transformers' own `generate` behind OpenAI's API, one request at a time: where many begin, as a server to compare.
 
-python -m bench.versus.one_at_a_time MODEL_DIRECTORY --port 8000
+python -m octavo.bench.versus.one_at_a_time MODEL_DIRECTORY --port 8000
 """
 
 import argparse
@@ -110,7 +110,7 @@ def load(directory: Path, dtype: str) -> OneAtATime:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.versus.one_at_a_time", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m octavo.bench.versus.one_at_a_time", description=__doc__)
     parser.add_argument("model", type=Path, metavar="MODEL_DIRECTORY")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from bench.serve.lengths import parse_lengths
-from bench.serve.work import Work
+from octavo.bench.serve.lengths import parse_lengths
+from octavo.bench.serve.work import Work
 from octavo.errors import CommandError
 
 PORT = "{port}"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
-from bench.serve.client import ROUTES, Sender, Server, first_model, open_session
-from bench.serve.requests import bodies, random_requests
-from bench.serve.work import Work
-from bench.versus.plan import ServerPlan
+from octavo.bench.serve.client import ROUTES, Sender, Server, first_model, open_session
+from octavo.bench.serve.requests import bodies, random_requests
+from octavo.bench.serve.work import Work
+from octavo.bench.versus.plan import ServerPlan
 from octavo.errors import CommandError
 
 PROBE = Work(num_prompts=1, input_len="4", output_len="1")

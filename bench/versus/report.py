@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from bench.machine import Place
-from bench.serve.compare import by_work, markdown
-from bench.serve.plot import plot_comparison
-from bench.serve.results import Result, write_bytes
-from bench.versus.plan import Plan
+from octavo.bench.machine import Place
+from octavo.bench.serve.compare import by_work, markdown
+from octavo.bench.serve.plot import plot_comparison
+from octavo.bench.serve.results import Result, write_bytes
+from octavo.bench.versus.plan import Plan
 
 GIB = 1 << 30
 

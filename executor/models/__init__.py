@@ -9,19 +9,19 @@ from pathlib import Path
 
 import torch
 
-from executor.checkpoint import Checkpoint
-from executor.gguf import GGUFWeights
-from executor.models.compiled import compile_decoder
-from executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
-from executor.models.decoder import Decoder
-from executor.models.interface import LoadedModel, Model, ModelDescription
-from executor.models.renaming import renamed
-from executor.models.rotary import rotary_table
-from executor.models.split import check_size
-from executor.models.weights import DummyWeights, agreed_ties, load_weights
-from executor.parallel import ALONE, TensorParallel
-from executor.quantization import Quantization, choose_rounding
-from kernels.backend import Backend
+from octavo.executor.checkpoint import Checkpoint
+from octavo.executor.gguf import GGUFWeights
+from octavo.executor.models.compiled import compile_decoder
+from octavo.executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
+from octavo.executor.models.decoder import Decoder
+from octavo.executor.models.interface import LoadedModel, Model, ModelDescription
+from octavo.executor.models.renaming import renamed
+from octavo.executor.models.rotary import rotary_table
+from octavo.executor.models.split import check_size
+from octavo.executor.models.weights import DummyWeights, agreed_ties, load_weights
+from octavo.executor.parallel import ALONE, TensorParallel
+from octavo.executor.quantization import Quantization, choose_rounding
+from octavo.kernels.backend import Backend
 
 __all__ = [
     "Decoder",
@@ -47,7 +47,7 @@ def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Mo
     architecture = read_architecture(directory)
     if architecture in ARCHITECTURES:
         return read_native_config(directory, architecture)
-    from executor.models.borrowed import read_borrowed_config
+    from octavo.executor.models.borrowed import read_borrowed_config
 
     return read_borrowed_config(directory, architecture, trust_remote_code=trust_remote_code)
 
@@ -79,7 +79,7 @@ def load_model(
     if load_format == "dummy":
         rounded_bits = rounded_bits or dummy_bits(config.quantization)
     if not isinstance(config, ModelConfig):
-        from executor.models.borrowed import BorrowedConfig, load_borrowed
+        from octavo.executor.models.borrowed import BorrowedConfig, load_borrowed
 
         assert isinstance(config, BorrowedConfig)
         check_size(config, parallel.world_size)

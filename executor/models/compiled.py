@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.inputs import StepInputs
-from executor.memory import KVCaches
-from executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
-from executor.models.layers import Linear, RMSNorm, VocabParallelEmbedding
-from kernels.backend import Program
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches
+from octavo.executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
+from octavo.executor.models.layers import Linear, RMSNorm, VocabParallelEmbedding
+from octavo.kernels.backend import Program
 
 # T tokens of this step, E hidden size, H query heads, K key/value heads, D head size, I intermediate size
 

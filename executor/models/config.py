@@ -9,15 +9,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
-from executor.checkpoint import stored_dtype
-from executor.dtypes import DTYPES
-from executor.memory import KVShape
-from executor.models.keys import refuse_other_models
-from executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
-from executor.models.rotary import Rope, rotary_frequencies, without_effect
-from executor.quantization import Quantization, read_quantization
-from executor.wrong_values import WrongValueError, converted
-from protocol.model_files.bounded import read_bounded
+from octavo.executor.checkpoint import stored_dtype
+from octavo.executor.dtypes import DTYPES
+from octavo.executor.memory import KVShape
+from octavo.executor.models.keys import refuse_other_models
+from octavo.executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
+from octavo.executor.models.rotary import Rope, rotary_frequencies, without_effect
+from octavo.executor.quantization import Quantization, read_quantization
+from octavo.executor.wrong_values import WrongValueError, converted
+from octavo.protocol.model_files.bounded import read_bounded
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The Llama family's decoder, on one page.
 
-Attribute names are the checkpoint's names; `executor.models.weights` knows which layers are fused. The residual stream is
+Attribute names are the checkpoint's names; `models.weights` knows which layers are fused. The residual stream is
 float32, everything else has the dtype of the weights.
 """
 
@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from executor.inputs import StepInputs
-from executor.memory import KVCaches, KVShape
-from executor.models.alibi import alibi_slopes
-from executor.models.config import ModelConfig
-from executor.models.interface import watch_each
-from executor.models.layers import (
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches, KVShape
+from octavo.executor.models.alibi import alibi_slopes
+from octavo.executor.models.config import ModelConfig
+from octavo.executor.models.interface import watch_each
+from octavo.executor.models.layers import (
     ColumnParallelLinear,
     LMHead,
     Module,
@@ -25,8 +25,8 @@ from executor.models.layers import (
     VocabParallelEmbedding,
     packed_weights,
 )
-from executor.parallel import ALONE, TensorParallel
-from kernels.backend import Backend, PackedLinear
+from octavo.executor.parallel import ALONE, TensorParallel
+from octavo.kernels.backend import Backend, PackedLinear
 
 # T tokens of this step, S rows, E hidden size, H query heads, K key/value heads, D head size, I intermediate size,
 # V vocabulary, P positions, R rotary size

@@ -6,10 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from executor.inputs import StepInputs
-from executor.memory import KVCaches, KVShape
-from executor.quantization import Quantization
-from kernels.backend import PackedLinear
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches, KVShape
+from octavo.executor.quantization import Quantization
+from octavo.kernels.backend import PackedLinear
 
 # T tokens of this step, S rows, E hidden size, V vocabulary
 

@@ -1,6 +1,6 @@
 """Layers that carry tensor parallelism in their type, so that a model contains no collective.
 
-Parameters are born on the meta device with this rank's shape; `executor.models.weights` fills them. A layer says which part of
+Parameters are born on the meta device with this rank's shape; `models.weights` fills them. A layer says which part of
 a checkpoint's tensor each of its parameters is (`shards`); it does not load.
 """
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from executor.inputs import StepInputs
-from executor.models.split import num_kv_heads_of_rank
-from executor.parallel import TensorParallel
-from executor.shards import Shard
-from kernels.backend import Backend, PackedLinear
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.inputs import StepInputs
+from octavo.executor.models.split import num_kv_heads_of_rank
+from octavo.executor.parallel import TensorParallel
+from octavo.executor.shards import Shard
+from octavo.kernels.backend import Backend, PackedLinear
+from octavo.kernels.groupwise import GroupwiseWeight
 
 # T tokens of this step, E hidden size, N output features of this rank, V vocabulary
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import msgspec
 
-from executor.wrong_values import converted
+from octavo.executor.wrong_values import converted
 
 
 class Traits(TypedDict, total=False):

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn import functional
 
-from executor.models.config import ModelConfig
-from executor.models.weights import NamedSource
-from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.models.config import ModelConfig
+from octavo.executor.models.weights import NamedSource
+from octavo.executor.shards import Shard
+from octavo.kernels.groupwise import GroupwiseWeight
 
 LAYERS = "model.layers."  # ours
 

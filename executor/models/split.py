@@ -1,7 +1,7 @@
 """Among how many ranks a model can be split."""
 
-from executor.models.config import ARCHITECTURES, ModelConfig
-from executor.models.interface import ModelDescription
+from octavo.executor.models.config import ARCHITECTURES, ModelConfig
+from octavo.executor.models.interface import ModelDescription
 
 LARGEST_NAMED = 16  # ranks
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from executor.models.layers import WeightModule, num_outputs
-from executor.progress import tqdm_disable
-from executor.quantization import round_weight
-from executor.quantization.groups import form_of, pad_outputs, to_device
-from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight, concatenate
+from octavo.executor.models.layers import WeightModule, num_outputs
+from octavo.executor.progress import tqdm_disable
+from octavo.executor.quantization import round_weight
+from octavo.executor.quantization.groups import form_of, pad_outputs, to_device
+from octavo.executor.shards import Shard
+from octavo.kernels.groupwise import GroupwiseWeight, concatenate
 
 # a fused layer: the checkpoint's layers it is made of, in order
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -15,7 +15,7 @@ compressed-tensors' pack-quantized takes what GPTQ does.
 fp8 weights are multiplied by their scales at load, and held in the model's dtype.
 """
 
-from executor.quantization.config import QUANTIZATIONS, Quantization, choose_rounding, read_quantization
-from executor.quantization.rounding import round_weight
+from octavo.executor.quantization.config import QUANTIZATIONS, Quantization, choose_rounding, read_quantization
+from octavo.executor.quantization.rounding import round_weight
 
 __all__ = ["QUANTIZATIONS", "Quantization", "choose_rounding", "read_quantization", "round_weight"]

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from executor.wrong_values import converted
-from protocol.model_files.bounded import read_bounded
+from octavo.executor.wrong_values import converted
+from octavo.protocol.model_files.bounded import read_bounded
 
 # Files that tools wrote before config.json had a quantization_config.
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.shards import Shard
+from octavo.executor.shards import Shard
 
 # N outputs, K inputs
 

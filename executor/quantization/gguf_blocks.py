@@ -9,9 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from executor.quantization.groups import cut_inputs
-from kernels.groupwise import GroupwiseWeight, concatenate, pack_codes
-from protocol.model_files.gguf_index import GGUF_TYPES
+from octavo.executor.quantization.groups import cut_inputs
+from octavo.kernels.groupwise import GroupwiseWeight, concatenate, pack_codes
+from octavo.protocol.model_files.gguf_index import GGUF_TYPES
 
 # N outputs, B blocks of a row, Y bytes of a block, K inputs, G groups of inputs
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.shards import Shard
+from octavo.kernels.groupwise import GroupwiseWeight
 
 MAX_RANKS = 64  # named in a refusal
 

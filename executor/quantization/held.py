@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import torch
 
-from executor.quantization.config import Quantization
-from executor.quantization.gguf_blocks import GROUPWISE
-from executor.quantization.packed import longest_group
-from executor.quantization.rounding import rounded_group
-from protocol.model_files.gguf_index import GGUF_TYPES
+from octavo.executor.quantization.config import Quantization
+from octavo.executor.quantization.gguf_blocks import GROUPWISE
+from octavo.executor.quantization.packed import longest_group
+from octavo.executor.quantization.rounding import rounded_group
+from octavo.protocol.model_files.gguf_index import GGUF_TYPES
 
 # A scale fits float16; its product with a zero point seldom does. What rounding chooses fits, mostly.
 SCALE_BITS, PRODUCT_BITS, ROUNDED_OFFSET_BITS = 16, 32, 16

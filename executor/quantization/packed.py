@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from executor.quantization.config import Quantization
-from executor.quantization.groups import smallest_float, whole_groups
-from executor.shards import Shard
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.quantization.config import Quantization
+from octavo.executor.quantization.groups import smallest_float, whole_groups
+from octavo.executor.shards import Shard
+from octavo.kernels.groupwise import GroupwiseWeight
 
 # Which of 8 outputs each nibble of an int32 of AWQ's "gemm" has, from the lowest; and the nibble of each output.
 AWQ_OUTPUTS = [0, 2, 4, 6, 1, 3, 5, 7]

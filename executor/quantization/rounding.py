@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from executor.quantization.groups import smallest_float
-from kernels.groupwise import GroupwiseWeight, pack_codes
+from octavo.executor.quantization.groups import smallest_float
+from octavo.kernels.groupwise import GroupwiseWeight, pack_codes
 
 GROUP_SIZES = (128, 64, 32)
 

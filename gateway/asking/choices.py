@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from gateway.asking.events import Answer, Event, NewSplitter, PlainText
-from gateway.link.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
-from gateway.request_error import RequestError, overloaded, unavailable
-from gateway.text.delta import Delta
+from octavo.gateway.asking.events import Answer, Event, NewSplitter, PlainText
+from octavo.gateway.link.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from octavo.gateway.request_error import RequestError, overloaded, unavailable
+from octavo.gateway.text.delta import Delta
 
 
 class Observer(Protocol):

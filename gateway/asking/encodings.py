@@ -4,8 +4,8 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from gateway.request_error import overloaded
-from gateway.text.steps import Steps, next_step
+from octavo.gateway.request_error import overloaded
+from octavo.gateway.text.steps import Steps, next_step
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import msgspec
 
-from gateway.text.delta import Delta, Whole
+from octavo.gateway.text.delta import Delta, Whole
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gateway.text.model_files import ModelFiles
-from protocol.messages import Ready
+from octavo.gateway.text.model_files import ModelFiles
+from octavo.protocol.messages import Ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.asking.asked import Asked, AskedPrompt, FieldNames, PromptMessages, PromptText, PromptTokens
-from gateway.asking.model import Model
-from gateway.asking.sampling import check_text_length, check_token_ids, for_choice, resolve_sampling, too_many_tokens
-from gateway.link.engine import GenerationRequest, Prompt
-from gateway.request_error import RequestError
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
-from gateway.text.steps import Steps
-from gateway.text.text_cuts import SLICE_CHARACTERS
-from gateway.text.tokenizer import TooManyTokens
-from protocol.messages import excess_of_prompt_logprobs
-from protocol.sampling import Sampling
+from octavo.gateway.asking.asked import Asked, AskedPrompt, FieldNames, PromptMessages, PromptText, PromptTokens
+from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.sampling import (
+    check_text_length,
+    check_token_ids,
+    for_choice,
+    resolve_sampling,
+    too_many_tokens,
+)
+from octavo.gateway.link.engine import GenerationRequest, Prompt
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
+from octavo.gateway.text.steps import Steps
+from octavo.gateway.text.text_cuts import SLICE_CHARACTERS
+from octavo.gateway.text.tokenizer import TooManyTokens
+from octavo.protocol.messages import excess_of_prompt_logprobs
+from octavo.protocol.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)

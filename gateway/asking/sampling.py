@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import msgspec
 
-from gateway.asking.asked import AskedSampling, FieldNames
-from gateway.asking.model import Model
-from gateway.request_error import RequestError
-from gateway.text.generation_config import SamplingDefaults
-from gateway.text.least_tokens import MAX_CHARACTERS_PER_TOKEN
-from gateway.text.tokenizer import Tokenizer
-from protocol.sampling import Sampling
+from octavo.gateway.asking.asked import AskedSampling, FieldNames
+from octavo.gateway.asking.model import Model
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.generation_config import SamplingDefaults
+from octavo.gateway.text.least_tokens import MAX_CHARACTERS_PER_TOKEN
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.sampling import Sampling
 
 MASK_64 = 2**64 - 1
 

@@ -12,27 +12,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.asking.encodings import Encodings
-from gateway.http.auth import Authentication
-from gateway.http.body_limits import Bodies, BodyTimes
-from gateway.http.count_requests import CountRequests
-from gateway.http.errors import EXCEPTION_HANDLERS, error_response
-from gateway.http.generate import CHAT, COMPLETIONS, route_of
-from gateway.http.metrics_page import metrics_page
-from gateway.http.models import list_models, show_model
-from gateway.http.origins import Origins
-from gateway.http.request_id import RequestIds
-from gateway.http.root_path import RootPath
-from gateway.http.service import Service
-from gateway.link.engine import Engine, scheduler_addresses, scheduler_clients
-from gateway.long_bodies import LongBodies
-from gateway.measuring.engine_metrics import EngineCollector
-from gateway.measuring.metrics import Metrics, watch_loop
-from gateway.request_error import unavailable
-from gateway.text.model_files import read_model_files
-from protocol.config import Config
-from protocol.link_keys import client_keys
-from protocol.version import __version__
+from octavo.gateway.asking.encodings import Encodings
+from octavo.gateway.http.auth import Authentication
+from octavo.gateway.http.body_limits import Bodies, BodyTimes
+from octavo.gateway.http.count_requests import CountRequests
+from octavo.gateway.http.errors import EXCEPTION_HANDLERS, error_response
+from octavo.gateway.http.generate import CHAT, COMPLETIONS, route_of
+from octavo.gateway.http.metrics_page import metrics_page
+from octavo.gateway.http.models import list_models, show_model
+from octavo.gateway.http.origins import Origins
+from octavo.gateway.http.request_id import RequestIds
+from octavo.gateway.http.root_path import RootPath
+from octavo.gateway.http.service import Service
+from octavo.gateway.link.engine import Engine, scheduler_addresses, scheduler_clients
+from octavo.gateway.long_bodies import LongBodies
+from octavo.gateway.measuring.engine_metrics import EngineCollector
+from octavo.gateway.measuring.metrics import Metrics, watch_loop
+from octavo.gateway.request_error import unavailable
+from octavo.gateway.text.model_files import read_model_files
+from octavo.protocol.config import Config
+from octavo.protocol.link_keys import client_keys
+from octavo.protocol.version import __version__
 
 KEEP_ALIVE_S = 10.0
 FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request

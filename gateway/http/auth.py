@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http.errors import error_response
-from gateway.request_error import RequestError
+from octavo.gateway.http.errors import error_response
+from octavo.gateway.request_error import RequestError
 
 PUBLIC_PATHS = frozenset({"/health", "/live"})
 

@@ -10,10 +10,10 @@ import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from gateway.http.body_limits import Place
-from gateway.openai.invalid_field import MAX_SHOWN_CHARACTERS, UNKNOWN_FIELD, invalid_field, join, shortened
-from gateway.openai.types import without_nulls
-from gateway.request_error import RequestError
+from octavo.gateway.http.body_limits import Place
+from octavo.gateway.openai.invalid_field import MAX_SHOWN_CHARACTERS, UNKNOWN_FIELD, invalid_field, join, shortened
+from octavo.gateway.openai.types import without_nulls
+from octavo.gateway.request_error import RequestError
 
 MAX_BODY_BYTES = 64 << 20
 MAX_VALUES = 1 << 20  # decoding takes time and memory by values, not by bytes

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gateway.request_error import overloaded
+from octavo.gateway.request_error import overloaded
 
 FREE_BYTES = 64 << 10  # of each body: the connection's own buffer holds as much
 RETRY_AFTER_S = 1.0

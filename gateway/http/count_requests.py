@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import STATUS_CLIENT_CLOSED
-from gateway.measuring.metrics import Metrics
+from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED
+from octavo.gateway.measuring.metrics import Metrics
 
 NO_ROUTE = "unknown"
 

@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.request_error import RequestError
+from octavo.gateway.request_error import RequestError
 
 STATUS_CLIENT_CLOSED = 499  # nobody reads it; it is for metrics
 

@@ -10,20 +10,20 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.asking.asked import Asked
-from gateway.asking.choices import Choices
-from gateway.asking.prepare import PreparedPrompt, prepare
-from gateway.http.body import decode_body, read_body
-from gateway.http.body_limits import Place
-from gateway.http.service import Service, new_response_id, unless_client_leaves
-from gateway.http.sse import EventStream
-from gateway.measuring.metrics import observers
-from gateway.openai.answers import Heading, Renderer
-from gateway.openai.chat import ChatRenderer, ask_chat
-from gateway.openai.completions import CompletionRenderer, ask_completion
-from gateway.openai.responses import system_fingerprint
-from gateway.openai.types import ChatRequest, CompletionRequest, chat_decoder, completion_decoder
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.asking.asked import Asked
+from octavo.gateway.asking.choices import Choices
+from octavo.gateway.asking.prepare import PreparedPrompt, prepare
+from octavo.gateway.http.body import decode_body, read_body
+from octavo.gateway.http.body_limits import Place
+from octavo.gateway.http.service import Service, new_response_id, unless_client_leaves
+from octavo.gateway.http.sse import EventStream
+from octavo.gateway.measuring.metrics import observers
+from octavo.gateway.openai.answers import Heading, Renderer
+from octavo.gateway.openai.chat import ChatRenderer, ask_chat
+from octavo.gateway.openai.completions import CompletionRenderer, ask_completion
+from octavo.gateway.openai.responses import system_fingerprint
+from octavo.gateway.openai.types import ChatRequest, CompletionRequest, chat_decoder, completion_decoder
+from octavo.gateway.text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", ChatRequest, CompletionRequest)
 

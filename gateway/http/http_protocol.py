@@ -8,9 +8,9 @@ from uvicorn._types import ASGI3Application, ASGISendEvent
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.errors import error_body
-from gateway.http.request_id import new_request_id
-from gateway.request_error import RequestError
+from octavo.gateway.http.errors import error_body
+from octavo.gateway.http.request_id import new_request_id
+from octavo.gateway.request_error import RequestError
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers, and what stands behind a chunked body; a piece may bring more
 PIECE_BYTES = 16 << 10  # of what was read: bounds the requests that one piece begins

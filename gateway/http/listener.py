@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from protocol.tcp import bind
+from octavo.protocol.tcp import bind
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.errors import EXCEPTION_HANDLERS
-from gateway.http.request_id import RequestIds
-from gateway.measuring.metrics import Metrics
+from octavo.gateway.http.errors import EXCEPTION_HANDLERS
+from octavo.gateway.http.request_id import RequestIds
+from octavo.gateway.measuring.metrics import Metrics
 
 
 def metrics_page(metrics: Metrics) -> Response:

@@ -3,8 +3,8 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.http.service import Service
-from gateway.openai.responses import Model, ModelList, encode
+from octavo.gateway.http.service import Service
+from octavo.gateway.openai.responses import Model, ModelList, encode
 
 
 async def list_models(request: Request) -> Response:

@@ -13,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.http.errors import error_response
-from gateway.http.request_id import HEADER
-from gateway.request_error import RequestError
-from protocol.config import ORIGIN_PATTERN
+from octavo.gateway.http.errors import error_response
+from octavo.gateway.http.request_id import HEADER
+from octavo.gateway.request_error import RequestError
+from octavo.protocol.config import ORIGIN_PATTERN
 
 EXPOSED_HEADERS = (HEADER, "Retry-After")
 METHODS = ("GET", "POST")

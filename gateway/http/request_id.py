@@ -9,8 +9,8 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.http.errors import STATUS_CLIENT_CLOSED, error_response, internal_error
-from gateway.request_error import unavailable
+from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED, error_response, internal_error
+from octavo.gateway.request_error import unavailable
 
 HEADER = "X-Request-Id"
 SANE = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces: it goes into a header and a line of the log

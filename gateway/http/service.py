@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.asking.encodings import Encodings
-from gateway.asking.model import Model
-from gateway.http.body_limits import Bodies
-from gateway.http.errors import STATUS_CLIENT_CLOSED
-from gateway.http.sse import wait_for_disconnect
-from gateway.link.engine import Engine
-from gateway.long_bodies import LongBodies
-from gateway.measuring.metrics import Metrics
-from gateway.request_error import RequestError, unavailable
-from gateway.text.model_files import ModelFiles
-from protocol.messages import Ready
+from octavo.gateway.asking.encodings import Encodings
+from octavo.gateway.asking.model import Model
+from octavo.gateway.http.body_limits import Bodies
+from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED
+from octavo.gateway.http.sse import wait_for_disconnect
+from octavo.gateway.link.engine import Engine
+from octavo.gateway.long_bodies import LongBodies
+from octavo.gateway.measuring.metrics import Metrics
+from octavo.gateway.request_error import RequestError, unavailable
+from octavo.gateway.text.model_files import ModelFiles
+from octavo.protocol.messages import Ready
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import error_body, internal_error
-from gateway.request_error import RequestError, unavailable
+from octavo.gateway.http.errors import error_body, internal_error
+from octavo.gateway.request_error import RequestError, unavailable
 
 PING = b": ping\n\n"
 

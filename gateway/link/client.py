@@ -10,11 +10,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from gateway.link.in_flight import Event, InFlight
-from protocol.handshakes import HandshakeWatch
-from protocol.link_keys import ClientKeys
-from protocol.messages import Ready, Stats, Submit, ToScheduler, decode_to_gateway, encode
-from protocol.sockets import connect_dealer, new_identity
+from octavo.gateway.link.in_flight import Event, InFlight
+from octavo.protocol.handshakes import HandshakeWatch
+from octavo.protocol.link_keys import ClientKeys
+from octavo.protocol.messages import Ready, Stats, Submit, ToScheduler, decode_to_gateway, encode
+from octavo.protocol.sockets import connect_dealer, new_identity
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from gateway.link.client import SchedulerClient
-from gateway.link.in_flight import Event
-from gateway.text.delta import Delta
-from gateway.text.text_stream import TextStream
-from gateway.text.tokenizer import Tokenizer
-from protocol.config import Config
-from protocol.link_keys import ClientKeys
-from protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
-from protocol.sampling import Sampling
+from octavo.gateway.link.client import SchedulerClient
+from octavo.gateway.link.in_flight import Event
+from octavo.gateway.text.delta import Delta
+from octavo.gateway.text.text_stream import TextStream
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.config import Config
+from octavo.protocol.link_keys import ClientKeys
+from octavo.protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
+from octavo.protocol.sampling import Sampling
 
 RETRY_S = 0.05  # while the scheduler is full, or a process starts again
 

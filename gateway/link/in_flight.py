@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.messages import (
+from octavo.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.link.engine import Engine
-from gateway.measuring.exposition import PREFIX, add_histogram
-from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUNDS_SEQS, STEP_BOUNDS_TOKENS
-from protocol.messages import EngineHistograms, HistogramCounts, Ready, Stats
+from octavo.gateway.link.engine import Engine
+from octavo.gateway.measuring.exposition import PREFIX, add_histogram
+from octavo.protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUNDS_SEQS, STEP_BOUNDS_TOKENS
+from octavo.protocol.messages import EngineHistograms, HistogramCounts, Ready, Stats
 
 
 class Report(NamedTuple):

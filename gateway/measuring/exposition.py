@@ -6,7 +6,7 @@ from itertools import accumulate
 from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
-from protocol.messages import HistogramCounts
+from octavo.protocol.messages import HistogramCounts
 
 PREFIX = "octavo:"
 

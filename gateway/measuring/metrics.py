@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector
 from prometheus_client.metrics_core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.link.engine import GenerationRequest
-from gateway.measuring.exposition import PREFIX, add_histogram
-from gateway.text.delta import Delta
-from protocol.measures import (
+from octavo.gateway.link.engine import GenerationRequest
+from octavo.gateway.measuring.exposition import PREFIX, add_histogram
+from octavo.gateway.text.delta import Delta
+from octavo.protocol.measures import (
     CHOICES_BOUNDS,
     FIRST_TOKEN_BOUNDS_S,
     REQUEST_BOUNDS_S,

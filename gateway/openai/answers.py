@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gateway.asking.asked import AskedSampling
-from gateway.asking.choices import Choices, TokenCounts
-from gateway.asking.events import Answer, Event, content
-from gateway.asking.prepare import PreparedPrompt
-from gateway.openai.chunk_writer import DONE, ChunkWriter
-from gateway.openai.responses import PromptTokensDetails, RunningUsage, Usage, encode
-from gateway.openai.types import CommonRequest, stop_strings, usage_options
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.asking.asked import AskedSampling
+from octavo.gateway.asking.choices import Choices, TokenCounts
+from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.prepare import PreparedPrompt
+from octavo.gateway.openai.chunk_writer import DONE, ChunkWriter
+from octavo.gateway.openai.responses import PromptTokensDetails, RunningUsage, Usage, encode
+from octavo.gateway.openai.types import CommonRequest, stop_strings, usage_options
+from octavo.gateway.text.tokenizer import Tokenizer
 
 
 def asked_sampling(

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from gateway.asking.asked import Asked, FieldNames, PromptMessages
-from gateway.asking.events import Answer, Event, content
-from gateway.asking.prepare import PreparedPrompt
-from gateway.openai.answers import Heading, Renderer, asked_sampling
-from gateway.openai.logprobs import chat_logprobs
-from gateway.openai.responses import (
+from octavo.gateway.asking.asked import Asked, FieldNames, PromptMessages
+from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.prepare import PreparedPrompt
+from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
+from octavo.gateway.openai.logprobs import chat_logprobs
+from octavo.gateway.openai.responses import (
     ChatAnswer,
     ChatChoice,
     ChatChunkChoice,
@@ -16,10 +16,10 @@ from gateway.openai.responses import (
     ChatLogprobs,
     Usage,
 )
-from gateway.openai.types import ChatRequest, check_common, refuse_unsupported, wanted_tokens
-from gateway.request_error import RequestError
-from gateway.text.delta import TokenLogprob
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.openai.types import ChatRequest, check_common, refuse_unsupported, wanted_tokens
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.delta import TokenLogprob
+from octavo.gateway.text.tokenizer import Tokenizer
 
 
 def ask_chat(body: ChatRequest) -> Asked:

@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
-from gateway.asking.events import Answer, Event, content
-from gateway.asking.prepare import PreparedPrompt
-from gateway.openai.answers import Heading, Renderer, asked_sampling
-from gateway.openai.logprobs import CompletionLogprobsWriter, joined
-from gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
-from gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
-from gateway.request_error import RequestError
-from gateway.text.delta import TokenLogprob
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
+from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.prepare import PreparedPrompt
+from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
+from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined
+from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.delta import TokenLogprob
+from octavo.gateway.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 

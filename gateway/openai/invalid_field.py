@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from gateway.request_error import RequestError
-from protocol.settings.suggestions import suggestion
+from octavo.gateway.request_error import RequestError
+from octavo.protocol.settings.suggestions import suggestion
 
 MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
 

@@ -3,9 +3,9 @@
 import codecs
 from collections.abc import Sequence
 
-from gateway.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
-from gateway.text.delta import TokenLogprob
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from octavo.gateway.text.delta import TokenLogprob
+from octavo.gateway.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 

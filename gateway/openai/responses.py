@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from protocol.messages import Ready
+from octavo.protocol.messages import Ready
 
 encode = msgspec.json.Encoder().encode
 

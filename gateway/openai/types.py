@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from gateway.request_error import RequestError, unsupported
+from octavo.gateway.request_error import RequestError, unsupported
 
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from protocol.messages import Logprobs, unpack_ids
+from octavo.protocol.messages import Logprobs, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)

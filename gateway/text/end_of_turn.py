@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from threading import Thread
 
-from gateway.text.chat_template import ChatTemplate
+from octavo.gateway.text.chat_template import ChatTemplate
 
 ANSWER = "answer"
 CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER})

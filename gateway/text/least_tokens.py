@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gateway.text.byte_level import BYTES_OF_CHARACTERS
-from gateway.text.text_cuts import SPACE, is_space_replacement, parts
+from octavo.gateway.text.byte_level import BYTES_OF_CHARACTERS
+from octavo.gateway.text.text_cuts import SPACE, is_space_replacement, parts
 
 MAX_CHARACTERS_PER_TOKEN = 256  # of tokenizers whose vocabulary does not tell: no average comes near
 WHITE_SPACE = " \t\n\r\x0b\x0c"

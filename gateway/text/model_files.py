@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.text.chat_template import ChatTemplate
-from gateway.text.end_of_turn import end_of_turn
-from gateway.text.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults, said_in_config
-from gateway.text.tokenizer import Tokenizer
-from protocol.config import Config
-from protocol.model_files.bounded import read_bounded
+from octavo.gateway.text.chat_template import ChatTemplate
+from octavo.gateway.text.end_of_turn import end_of_turn
+from octavo.gateway.text.generation_config import FILE, SamplingDefaults, chosen_defaults, own_defaults, said_in_config
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.config import Config
+from octavo.protocol.model_files.bounded import read_bounded
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,11 @@
 from collections import deque
 from typing import NamedTuple
 
-from gateway.text.delta import Delta, TokenLogprob, token_logprobs
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.stop_strings import StopStrings
-from protocol.messages import Output, unpack_ids
-from protocol.sampling import Sampling
+from octavo.gateway.text.delta import Delta, TokenLogprob, token_logprobs
+from octavo.gateway.text.detokenizer import Detokenizer
+from octavo.gateway.text.stop_strings import StopStrings
+from octavo.protocol.messages import Output, unpack_ids
+from octavo.protocol.sampling import Sampling
 
 
 class HeldToken(NamedTuple):

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 import tokenizers
 
-from gateway.text.byte_level import BYTES_OF_CHARACTERS
-from gateway.text.chat_template import RenderedChat
-from gateway.text.detokenizer import Detokenizer
-from gateway.text.least_tokens import LeastTokens
-from gateway.text.steps import Steps, finished
-from gateway.text.text_cuts import SLICE_CHARACTERS, find_cuts, slices
-from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
+from octavo.gateway.text.byte_level import BYTES_OF_CHARACTERS
+from octavo.gateway.text.chat_template import RenderedChat
+from octavo.gateway.text.detokenizer import Detokenizer
+from octavo.gateway.text.least_tokens import LeastTokens
+from octavo.gateway.text.steps import Steps, finished
+from octavo.gateway.text.text_cuts import SLICE_CHARACTERS, find_cuts, slices
+from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
 
 AGAIN = "Download the model again"
 

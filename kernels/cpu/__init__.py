@@ -5,7 +5,7 @@ compiled kernels. The result for a token has the same bits whatever else is in t
 into chunks, and for any block size, block table and number of threads.
 """
 
-from kernels.cpu import jit as jit  # before torch
+from octavo.kernels.cpu import jit as jit  # before torch
 
 # isort: split
 from collections.abc import Iterable
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
-from kernels.cpu import attention, edits, pointwise, sampling
-from kernels.cpu.checks import (
+from octavo.kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
+from octavo.kernels.cpu import attention, edits, pointwise, sampling
+from octavo.kernels.cpu.checks import (
     address_of_heads,
     addresses,
     contiguous,
@@ -28,11 +28,11 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.operations import OPERATIONS
-from kernels.cpu.panel_linear import PanelLinear
-from kernels.cpu.products import embedding, linear, pack_linear
-from kernels.cpu.program import NO_WINDOW, Program
-from kernels.reference import uniform
+from octavo.kernels.cpu.operations import OPERATIONS
+from octavo.kernels.cpu.panel_linear import PanelLinear
+from octavo.kernels.cpu.products import embedding, linear, pack_linear
+from octavo.kernels.cpu.program import NO_WINDOW, Program
+from octavo.kernels.reference import uniform
 
 __all__ = [
     "OPERATIONS",
@@ -89,7 +89,7 @@ def program_of(products: Iterable[PackedLinear]) -> type[Program] | None:
 
 
 def compilation_for(dtype: torch.dtype, products: Iterable[PackedLinear], has_program: bool) -> Compilation:
-    from kernels.cpu.warm_up import compiling_calls  # which calls the functions of this module
+    from octavo.kernels.cpu.warm_up import compiling_calls  # which calls the functions of this module
 
     has_panels = any(isinstance(packed, PanelLinear) for packed in products)
     is_first = not any(jit.cache_directory().rglob("*.nbc"))

@@ -19,7 +19,7 @@ share it, padded to MANY.
 import numpy as np
 from numba import prange
 
-from kernels.cpu.attention_tasks import (
+from octavo.kernels.cpu.attention_tasks import (
     PARTITION,
     TASK_SIZE,
     Step,
@@ -31,7 +31,7 @@ from kernels.cpu.attention_tasks import (
     state_stride,
     task_of,
 )
-from kernels.cpu.attention_tiles import (
+from octavo.kernels.cpu.attention_tiles import (
     TILE,
     attend_tile,
     copied_tile,
@@ -40,11 +40,11 @@ from kernels.cpu.attention_tiles import (
     reads_in_place,
     tile_in_place,
 )
-from kernels.cpu.elementary import exp
-from kernels.cpu.jit import kernel, routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import address_of, fetch_add, load, pointer, store, store_part
-from kernels.cpu.simd import fma, lane, splat, sum_of_lanes
+from octavo.kernels.cpu.elementary import exp
+from octavo.kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import address_of, fetch_add, load, pointer, store, store_part
+from octavo.kernels.cpu.simd import fma, lane, splat, sum_of_lanes
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import binding  # type: ignore[import-untyped]
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import pointer
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import pointer
 
 MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: as many as the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE

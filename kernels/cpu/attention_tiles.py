@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu.attention_tasks import MANY, padded_rows, round_up, rows_of_head, state_stride
-from kernels.cpu.elementary import exp, tanh
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import address_of, load, load_rows, load_splat, pointer, prefetch, store, store_rows
-from kernels.cpu.multiply_add import add_products, add_products_of_two
-from kernels.cpu.simd import fma, keep, lane, lane_indices, largest_lane, maximum, splat, zeros
+from octavo.kernels.cpu.attention_tasks import MANY, padded_rows, round_up, rows_of_head, state_stride
+from octavo.kernels.cpu.elementary import exp, tanh
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import address_of, load, load_rows, load_splat, pointer, prefetch, store, store_rows
+from octavo.kernels.cpu.multiply_add import add_products, add_products_of_two
+from octavo.kernels.cpu.simd import fma, keep, lane, lane_indices, largest_lane, maximum, splat, zeros
 
 TILE = 2 * LANES  # keys
 FEW = MANY // 2  # rows, of which two vectors are done at once

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import pointwise
+from octavo.kernels.cpu import pointwise
 
 # What stands for a tensor's dtype in the compiled kernels (16-bit words are bfloat16).
 LIKE: dict[torch.dtype, np.ndarray] = {torch.float32: np.empty(0, np.float32), torch.bfloat16: np.empty(0, np.uint16)}

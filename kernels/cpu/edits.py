@@ -8,7 +8,7 @@ Rows share nothing, so that threads take whole ones. S rows, R of them edited, N
 import numpy as np
 from numba import prange
 
-from kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.jit import kernel, routine
 
 ZERO, ONE = np.float32(0.0), np.float32(1.0)
 

@@ -5,9 +5,9 @@
 import numpy as np
 from numba.extending import intrinsic
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import FLOATS, constants, integers
-from kernels.cpu.simd import choose_below, copy_sign, fma, maximum, minimum, splat, vector
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import FLOATS, constants, integers
+from octavo.kernels.cpu.simd import choose_below, copy_sign, fma, maximum, minimum, splat, vector
 
 
 @intrinsic

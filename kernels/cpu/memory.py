@@ -13,9 +13,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import FLOAT, FLOATS, INT32, INT64, LANES, broadcast, constants, elements, integers
-from kernels.cpu.simd import vector
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import FLOAT, FLOATS, INT32, INT64, LANES, broadcast, constants, elements, integers
+from octavo.kernels.cpu.simd import vector
 
 
 def element_address(context: Any, builder: ir.IRBuilder, memory: types.Type, value: ir.Value, index: ir.Value) -> Any:

@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.lanes import (
+from octavo.kernels.cpu.lanes import (
     FLOAT,
     FLOATS,
     INT32,
@@ -33,8 +33,8 @@ from kernels.cpu.lanes import (
     integers,
     joined,
 )
-from kernels.cpu.memory import element_address, element_type, widen
-from kernels.cpu.simd import vector
+from octavo.kernels.cpu.memory import element_address, element_type, widen
+from octavo.kernels.cpu.simd import vector
 
 
 def _broadcasts(

@@ -22,13 +22,13 @@ from numba import carray, types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from kernels.cpu import attention, panel_products, pointwise
-from kernels.cpu.attention_tasks import TASK_SIZE, Step
-from kernels.cpu.jit import IS_KEPT, SharedCache, routine
-from kernels.cpu.memory import pointer
-from kernels.cpu.panels import Product
-from kernels.cpu.records import read, replaced
-from kernels.cpu.team import meet
+from octavo.kernels.cpu import attention, panel_products, pointwise
+from octavo.kernels.cpu.attention_tasks import TASK_SIZE, Step
+from octavo.kernels.cpu.jit import IS_KEPT, SharedCache, routine
+from octavo.kernels.cpu.memory import pointer
+from octavo.kernels.cpu.panels import Product
+from octavo.kernels.cpu.records import read, replaced
+from octavo.kernels.cpu.team import meet
 
 
 class Row(NamedTuple):

@@ -4,12 +4,12 @@
 
 import numpy as np
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load, load_splat, pointer, prefetch, store
-from kernels.cpu.multiply_add import add_products
-from kernels.cpu.multiply_add import products_bfloat16 as add_pairs
-from kernels.cpu.panels import (
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load, load_splat, pointer, prefetch, store
+from octavo.kernels.cpu.multiply_add import add_products
+from octavo.kernels.cpu.multiply_add import products_bfloat16 as add_pairs
+from octavo.kernels.cpu.panels import (
     AHEAD,
     AHEAD_OF_ROW,
     CACHE_LINE,
@@ -25,7 +25,7 @@ from kernels.cpu.panels import (
     round_up,
     second_operand,
 )
-from kernels.cpu.simd import fma, shift_left_i32, splat, upper_halves, zeros
+from octavo.kernels.cpu.simd import fma, shift_left_i32, splat, upper_halves, zeros
 
 FEW = 16  # rows, for which operands are not worth writing down
 PAIRED = FLOAT_ROWS * 2 // 3  # rows beyond whole FLOAT_ROWS that are faster done in pairs

@@ -4,11 +4,11 @@
 
 import numpy as np
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load, pointer, prefetch
-from kernels.cpu.multiply_add import add_scaled, products_i8, products_i16
-from kernels.cpu.panels import (
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load, pointer, prefetch
+from octavo.kernels.cpu.multiply_add import add_scaled, products_i8, products_i16
+from octavo.kernels.cpu.panels import (
     AHEAD,
     AHEAD_OF_ROW,
     PANEL,
@@ -21,7 +21,7 @@ from kernels.cpu.panels import (
     place_of_x,
     second_operand,
 )
-from kernels.cpu.simd import zeros
+from octavo.kernels.cpu.simd import zeros
 
 
 @routine(forceinline=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import panel_products
-from kernels.cpu.checks import LIKE, contiguous, require_inside
-from kernels.cpu.multiply_add import HAS_BFLOAT16
-from kernels.cpu.panels import PANEL, Product
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels.cpu import panel_products
+from octavo.kernels.cpu.checks import LIKE, contiguous, require_inside
+from octavo.kernels.cpu.multiply_add import HAS_BFLOAT16
+from octavo.kernels.cpu.panels import PANEL, Product
+from octavo.kernels.groupwise import GroupwiseWeight
 
 ROUNDED_BITS = {4: 8, 8: 16}  # bits of inputs, by the bits of the weights
 BFLOAT16_FORM = f"multiplied in {'pairs' if HAS_BFLOAT16 else 'float32'}"  # for people

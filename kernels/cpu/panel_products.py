@@ -5,12 +5,12 @@
 import numpy as np
 from numba import prange
 
-from kernels.cpu.jit import kernel, routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import fetch_add, load, load_part, load_splat, pointer, store_part
-from kernels.cpu.panel_floats import multiply_float_row, multiply_floats
-from kernels.cpu.panel_integers import multiply_rounded, multiply_rounded_row
-from kernels.cpu.panels import (
+from octavo.kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import fetch_add, load, load_part, load_splat, pointer, store_part
+from octavo.kernels.cpu.panel_floats import multiply_float_row, multiply_floats
+from octavo.kernels.cpu.panel_integers import multiply_rounded, multiply_rounded_row
+from octavo.kernels.cpu.panels import (
     BLOCK,
     PANEL,
     Product,
@@ -24,7 +24,7 @@ from kernels.cpu.panels import (
     padded_rows,
     rows_of_block,
 )
-from kernels.cpu.simd import fma, lane, splat
+from octavo.kernels.cpu.simd import fma, lane, splat
 
 LEAST_PARALLEL_WORK = 200_000  # multiply-adds; below, a second thread costs more than it brings
 TASKS_PER_WORKER = 4

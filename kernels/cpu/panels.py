@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kernels.cpu.jit import routine
-from kernels.cpu.lanes import LANES, REGISTER_LANES
-from kernels.cpu.memory import (
+from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.lanes import LANES, REGISTER_LANES
+from octavo.kernels.cpu.memory import (
     load,
     load_half,
     load_part,
@@ -38,7 +38,7 @@ from kernels.cpu.memory import (
     store_low_i8,
     store_low_i16,
 )
-from kernels.cpu.simd import (
+from octavo.kernels.cpu.simd import (
     and_i32,
     copy_sign,
     fma,

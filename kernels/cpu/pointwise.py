@@ -12,11 +12,11 @@ For each operation there is a kernel for the rows `first` to `end`, and one that
 import numpy as np
 from numba import prange
 
-from kernels.cpu.elementary import exp
-from kernels.cpu.jit import kernel, routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load_part, pointer, store_part
-from kernels.cpu.simd import fma, splat, sum_of_lanes
+from octavo.kernels.cpu.elementary import exp
+from octavo.kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load_part, pointer, store_part
+from octavo.kernels.cpu.simd import fma, splat, sum_of_lanes
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import panel_linear
-from kernels.cpu.multiply_add import HAS_BFLOAT16
-from kernels.cpu.panel_linear import PanelLinear
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels.cpu import panel_linear
+from octavo.kernels.cpu.multiply_add import HAS_BFLOAT16
+from octavo.kernels.cpu.panel_linear import PanelLinear
+from octavo.kernels.groupwise import GroupwiseWeight
 
 MIN_ROWS = (1, 2, 4, 8, 16)
 REFERENCE_ROWS = 64

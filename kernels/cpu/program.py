@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.cpu import operations, panel_linear
-from kernels.cpu.checks import (
+from octavo.kernels.cpu import operations, panel_linear
+from octavo.kernels.cpu.checks import (
     address_of_heads,
     contiguous,
     has_dense_heads,
@@ -21,11 +21,11 @@ from kernels.cpu.checks import (
     require_inside,
     require_shape,
 )
-from kernels.cpu.operations import OPERATIONS, ROW_SIZE, Fields, Operation, Row
-from kernels.cpu.panel_linear import PanelLinear
-from kernels.cpu.panels import Product
-from kernels.cpu.program_kernels import DONE, NO_MEMORY, run
-from kernels.cpu.records import words_of
+from octavo.kernels.cpu.operations import OPERATIONS, ROW_SIZE, Fields, Operation, Row
+from octavo.kernels.cpu.panel_linear import PanelLinear
+from octavo.kernels.cpu.panels import Product
+from octavo.kernels.cpu.program_kernels import DONE, NO_MEMORY, run
+from octavo.kernels.cpu.records import words_of
 
 NO_WINDOW = 2**40
 CALL_PRODUCTS = 2 * 10**9  # multiply-adds, about a tenth of a second's work

@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import prange
 
-from kernels.cpu.attention_tasks import (
+from octavo.kernels.cpu.attention_tasks import (
     TASK_SIZE,
     first_malformed,
     padded_rows,
     plan,
     state_stride,
 )
-from kernels.cpu.jit import kernel, routine
-from kernels.cpu.operations import Row, Shared, attention_step, call, known
-from kernels.cpu.team import TEAM_SIZE, join, meet, now_ns, num_members, publish
+from octavo.kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.operations import Row, Shared, attention_step, call, known
+from octavo.kernels.cpu.team import TEAM_SIZE, join, meet, now_ns, num_members, publish
 
 DONE, NO_MEMORY = -1, -2
 _ADDRESS, _MEETS, _, _NEXT_TASK = range(len(Row._fields))

@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from kernels.cpu.lanes import INT64
+from octavo.kernels.cpu.lanes import INT64
 
 
 def words_of(record: tuple[Any, ...]) -> list[int]:

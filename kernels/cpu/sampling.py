@@ -11,11 +11,11 @@ operations whichever thread computes it. V tokens of the vocabulary.
 import numpy as np
 from numba import prange
 
-from kernels.cpu.elementary import exp
-from kernels.cpu.jit import kernel, routine
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load, load_part, pointer, store_part
-from kernels.cpu.simd import choose_below, fma, largest_lane, maximum, splat, sum_of_lanes
+from octavo.kernels.cpu.elementary import exp
+from octavo.kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load, load_part, pointer, store_part
+from octavo.kernels.cpu.simd import choose_below, fma, largest_lane, maximum, splat, sum_of_lanes
 
 DIGIT_BITS = 11
 SHIFTS = (22, 11, 0)  # of the three digits of 32 bits, the highest first

@@ -17,7 +17,7 @@ from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
-from kernels.cpu.lanes import (
+from octavo.kernels.cpu.lanes import (
     FLOATS,
     INT32,
     LANES,

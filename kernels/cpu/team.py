@@ -14,7 +14,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kernels.cpu.jit import routine
+from octavo.kernels.cpu.jit import routine
 
 PATIENCE_NS = 2_000_000  # for which the leader waits; a sleeping thread is there within 0.1 ms
 SPINS = 100  # looks at memory, some 3 us, before a waiting thread lets others have its core

@@ -6,9 +6,11 @@ from itertools import chain
 
 import torch
 
-from kernels import cpu
-from kernels.cpu import OPERATIONS, Program, panel_linear
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels import cpu
+from octavo.kernels.cpu import panel_linear
+from octavo.kernels.cpu.operations import OPERATIONS
+from octavo.kernels.cpu.program import Program
+from octavo.kernels.groupwise import GroupwiseWeight
 
 
 def compiling_calls(

@@ -11,15 +11,15 @@ import os
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 # isort: split
-from kernels.reference import compilation_for, kv_dtypes, largest, program_of, rank, top_k
-from kernels.triton.activations import silu_and_mul
-from kernels.triton.attention import paged_attention
-from kernels.triton.drawing import draw
-from kernels.triton.edits import edit_logits
-from kernels.triton.kv import rotate_and_store_kv, store_kv
-from kernels.triton.norms import add_rms_norm, rms_norm
-from kernels.triton.products import embedding, linear, pack_linear
-from kernels.triton.sampling import scale_to_probs, uniform
+from octavo.kernels.reference import compilation_for, kv_dtypes, largest, program_of, rank, top_k
+from octavo.kernels.triton.activations import silu_and_mul
+from octavo.kernels.triton.attention import paged_attention
+from octavo.kernels.triton.drawing import draw
+from octavo.kernels.triton.edits import edit_logits
+from octavo.kernels.triton.kv import rotate_and_store_kv, store_kv
+from octavo.kernels.triton.norms import add_rms_norm, rms_norm
+from octavo.kernels.triton.products import embedding, linear, pack_linear
+from octavo.kernels.triton.sampling import scale_to_probs, uniform
 
 __all__ = [
     "add_rms_norm",

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.configuration import Configuration
+from octavo.kernels.triton.configuration import Configuration
 
 BLOCK = 1024
 NUM_WARPS = 4

@@ -17,9 +17,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.triton.attention_kernels import SPLIT_TILES, decode_kernel, merge_kernel, prefill_kernel
-from kernels.triton.checks import DTYPES, FLOAT8, check_caches, check_index, check_per_head
-from kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
+from octavo.kernels.triton.attention_kernels import SPLIT_TILES, decode_kernel, merge_kernel, prefill_kernel
+from octavo.kernels.triton.checks import DTYPES, FLOAT8, check_caches, check_index, check_per_head
+from octavo.kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
 
 MAX_HEAD_SIZE = 256
 LEAST_ROWS = 16  # the fewest rows of a product on tensor cores

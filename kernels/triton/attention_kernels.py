@@ -25,7 +25,7 @@ import math
 import triton
 import triton.language as tl
 
-from kernels.triton.dots import dot
+from octavo.kernels.triton.dots import dot
 
 SPLIT_TILES = tl.constexpr(4)  # a split has at least as many tiles of keys
 LOG2_E = tl.constexpr(math.log2(math.e))

@@ -1,6 +1,6 @@
 """Compile every kernel ahead of time, as it is shipped, for GPUs that this machine need not have.
 
-    python -m kernels.triton.compile [--jobs N] [--complete]
+    python -m octavo.kernels.triton.compile [--jobs N] [--complete]
 
 prints what each kernel takes of each GPU: registers of a thread, shared memory, and spills, which are bytes on NVIDIA's
 and registers on AMD's. The exit status is 1 if a kernel spills or does not fit. The results are kept in
@@ -31,8 +31,8 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.triton import activations, attention, drawing, edits, groupwise, kv, norms, sampling
-from kernels.triton.configuration import Configuration
+from octavo.kernels.triton import activations, attention, drawing, edits, groupwise, kv, norms, sampling
+from octavo.kernels.triton.configuration import Configuration
 
 MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing, edits)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
@@ -131,7 +131,7 @@ def table(usages: dict[tuple[str, str], Usage]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kernels.triton.compile", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m octavo.kernels.triton.compile", description=__doc__.split("\n")[0])
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
     parser.add_argument("--complete", action="store_true", help="attention in every combination of its forms")
     options = parser.parse_args(arguments)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.triton.checks import DTYPES, FLOAT8
+from octavo.kernels.triton.checks import DTYPES, FLOAT8
 
 SHIPPED_DTYPES = [(dtype, dtype) for dtype in DTYPES] + [(torch.float16, FLOAT8), (torch.bfloat16, FLOAT8)]  # of caches
 

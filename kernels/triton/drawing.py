@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import check_dtype, check_shape, dense_rows
-from kernels.triton.configuration import Configuration
+from octavo.kernels.triton.checks import check_dtype, check_shape, dense_rows
+from octavo.kernels.triton.configuration import Configuration
 
 ROW_BLOCK, NUM_WARPS = 4096, 16  # tokens of a row at a time
 DIGIT_BITS = tl.constexpr(2)

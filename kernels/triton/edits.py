@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import backend
-from kernels.triton.checks import check_dtype, check_shape
-from kernels.triton.configuration import Configuration
+from octavo.kernels import backend
+from octavo.kernels.triton.checks import check_dtype, check_shape
+from octavo.kernels.triton.configuration import Configuration
 
 BLOCK, NUM_WARPS = 1024, 8  # entries of a row at a time
 MASKED_LOGIT = tl.constexpr(backend.MASKED_LOGIT)

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.groupwise import GroupwiseWeight
-from kernels.triton.configuration import Configuration
-from kernels.triton.dots import dot
+from octavo.kernels.groupwise import GroupwiseWeight
+from octavo.kernels.triton.configuration import Configuration
+from octavo.kernels.triton.dots import dot
 
 TARGET_PROGRAMS = 256  # about two for each multiprocessor of an A100 or H100; not asked for: it decides the sums' order
 LEAST_BLOCKS = 4  # blocks of inputs a split has at least

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import check_caches, check_heads, check_index
-from kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
+from octavo.kernels.triton.checks import check_caches, check_heads, check_index
+from octavo.kernels.triton.configuration import SHIPPED_DTYPES, Configuration, triton_type
 
 ELEMENTS = 512  # of a program
 WARPS = 4

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.checks import check_dtype, check_shape, dense_heads
-from kernels.triton.configuration import Configuration
+from octavo.kernels.triton.checks import check_dtype, check_shape, dense_heads
+from octavo.kernels.triton.configuration import Configuration
 
 ELEMENTS = 2048  # at least as many for a program, so that short rows (a head) share one
 ELEMENTS_PER_WARP = 512

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.groupwise import GroupwiseWeight
-from kernels.triton import groupwise
-from kernels.triton.checks import check_dtype
-from kernels.triton.groupwise import GroupwiseLinear
+from octavo.kernels.groupwise import GroupwiseWeight
+from octavo.kernels.triton import groupwise
+from octavo.kernels.triton.checks import check_dtype
+from octavo.kernels.triton.groupwise import GroupwiseLinear
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import philox
-from kernels.triton.checks import check_dtype, check_shape, dense_rows
-from kernels.triton.configuration import Configuration
+from octavo.kernels import philox
+from octavo.kernels.triton.checks import check_dtype, check_shape, dense_rows
+from octavo.kernels.triton.configuration import Configuration
 
 PART = 4096  # tokens: a row of 128 thousand is 32 programs, so that one row alone keeps a device busy
 PART_WARPS = 8

@@ -5,11 +5,11 @@ from contextlib import closing
 
 from octavo.batch.prompts import Prompt
 from octavo.batch.run import Batch
+from octavo.protocol.config import Config
 from octavo.python.local_engine import LocalEngine
 from octavo.python.outputs import RequestOutput
 from octavo.python.preparation import PreparedRequest
 from octavo.python.sampling_params import SamplingParams
-from protocol.config import Config
 
 # Results are added in order: while a long answer is awaited, the shorter ones after it keep the model busy.
 WINDOW_PER_PLACE = 4

@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from gateway.openai.types import ChatMessage
 from octavo.batch.escapes import unescape
 from octavo.errors import CommandError
+from octavo.gateway.openai.types import ChatMessage
 
 SUFFIXES = (".txt", ".jsonl")
 MARK_BYTES = 8

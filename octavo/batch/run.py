@@ -17,8 +17,8 @@ from octavo.batch.escapes import escape
 from octavo.batch.prompts import Fingerprint, Prompt, read_again, read_prompts
 from octavo.batch.results import Results, check_same_run
 from octavo.errors import CommandError, GenerationFailedError
+from octavo.protocol.process import paragraph
 from octavo.python.outputs import RequestOutput
-from protocol.process import paragraph
 
 # What is wrong with one prompt alone: one that is too long, or that the engine gave up.
 NO_ANSWER = (ValueError, GenerationFailedError)

@@ -5,8 +5,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from protocol.extras import require_extras
-from protocol.process import ArgumentParser
+from octavo.protocol.extras import require_extras
+from octavo.protocol.process import ArgumentParser
 
 
 class Measurement(NamedTuple):

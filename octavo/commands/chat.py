@@ -8,13 +8,13 @@ from typing import Any
 
 from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config, typed_settings
 from octavo.errors import CommandError
+from octavo.protocol.config import ConfigError
+from octavo.protocol.process import begin_log, paragraph
 from octavo.python.settings import refuse_launcher_fields
 from octavo.terminal.api_client import ApiClient
 from octavo.terminal.own_server import own_server
 from octavo.terminal.sampling_flags import add_sampling_flags, sampling_values
 from octavo.terminal.screen import Terminal, piped_lines, typed_lines
-from protocol.config import ConfigError
-from protocol.process import begin_log, paragraph
 
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 MODEL_HELP = (

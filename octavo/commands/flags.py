@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.models.demo import DEMO_NAME
+from octavo.protocol.config import FIELDS, Config, ConfigError
+from octavo.protocol.settings.flags import SEVERAL_VALUES, add_flags, flag_name
+from octavo.protocol.settings.loading import load_config
+from octavo.protocol.settings.values import base_type
 from octavo.python.settings import HTTP_FIELDS
-from protocol.config import FIELDS, Config, ConfigError
-from protocol.settings.flags import SEVERAL_VALUES, add_flags, flag_name
-from protocol.settings.loading import load_config
-from protocol.settings.values import base_type
 
 MODEL_HELP = (
     "a directory, a Hugging Face id or a .gguf file; without it, the demo model in 4 bits, which its name,"

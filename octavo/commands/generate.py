@@ -14,11 +14,11 @@ from octavo.commands.flags import add_engine_flags, add_model, read_quiet_config
 from octavo.errors import CommandError
 from octavo.models.demo import DEMO_NAME
 from octavo.models.resolve import from_root, one_name
+from octavo.protocol.config import FIELDS, Config, ConfigError
+from octavo.protocol.process import begin_log
 from octavo.python.sampling_params import SamplingParams
 from octavo.python.settings import refuse_launcher_fields
 from octavo.terminal.sampling_flags import add_sampling_flags, sampling_values
-from protocol.config import FIELDS, Config, ConfigError
-from protocol.process import begin_log
 
 # Of the settings, those that change results: they are remembered beside them.
 REMEMBERED = (

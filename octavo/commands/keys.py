@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import CommandError
-from protocol.link_keys import make_keys
+from octavo.protocol.link_keys import make_keys
 
 DESCRIPTION = (
     "Make the keys that scheduler, gateways and executors need to speak by tcp:// (ZeroMQ CURVE). Each kind of process"
@@ -29,7 +29,7 @@ def run(flags: Mapping[str, Any]) -> int:
     except OSError as error:
         raise CommandError(f"cannot make keys: {_words(error)}") from None
     for directory in made:
-        print(f"{directory}  for the machines of: python -m {directory.name} --link-keys-dir {directory}")
+        print(f"{directory}  for the machines of: python -m octavo.{directory.name} --link-keys-dir {directory}")
     return 0
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, add_model, read_config
 from octavo.models.resolve import resolve_model_of
-from protocol.process import begin_log
-from protocol.settings.flags import add_flags
+from octavo.protocol.process import begin_log
+from octavo.protocol.settings.flags import add_flags
 
 
 def describe(parser: argparse.ArgumentParser) -> None:

@@ -7,15 +7,15 @@ from typing import Any
 
 from octavo.commands.flags import EPILOG, FLAG_GROUPS, add_model, read_config
 from octavo.models.resolve import resolve_model_of
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import LIFELINE_FLAG
+from octavo.protocol.process import begin_log, inherited_heart
+from octavo.protocol.settings.flags import add_flags
+from octavo.protocol.settings.loading import refuse_foreign_keys
 from octavo.python.settings import refuse_launcher_fields
 from octavo.serving.dry_run import dry_run
 from octavo.serving.launcher import serve
 from octavo.serving.listening import with_ports
-from protocol.config import Config
-from protocol.lifeline import LIFELINE_FLAG
-from protocol.process import begin_log, inherited_heart
-from protocol.settings.flags import add_flags
-from protocol.settings.loading import refuse_foreign_keys
 
 DRY_RUN_HELP = (
     "serve nothing: print, from config.json alone (or a .gguf file's header), the memory of weights and KV cache, what"

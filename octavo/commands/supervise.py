@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.commands.flags import read_config
+from octavo.protocol.process import begin_log
+from octavo.protocol.settings.flags import add_flags
 from octavo.serving.processes import STOP_GRACE_S
 from octavo.serving.supervise import supervise
-from protocol.process import begin_log
-from protocol.settings.flags import add_flags
 
 DESCRIPTION = (
     "Run one of Octavo's processes, and start it again when it ends or hangs. One that says by the status 2 that its"
@@ -19,7 +19,9 @@ DESCRIPTION = (
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "octavo supervise [--hang-timeout-s X] [--all-ranks] -- python -m scheduler [--flag VALUE ...]"
+    parser.usage = (
+        "octavo supervise [--hang-timeout-s X] [--all-ranks] -- python -m octavo.scheduler [--flag VALUE ...]"
+    )
     parser.description = DESCRIPTION
     parser.set_defaults(run=run)
     add_flags(parser, ("hang_timeout_s", "log_level"))
@@ -28,7 +30,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="COMMAND is an executor's: run it OCTAVO_TENSOR_PARALLEL_SIZE times, as its ranks",
     )
-    parser.add_argument("program", metavar="COMMAND", nargs="+", help="python -m gateway, scheduler or executor")
+    parser.add_argument("program", metavar="COMMAND", nargs="+", help="python -m octavo.gateway, scheduler or executor")
 
 
 def run(flags: Mapping[str, Any]) -> int:

@@ -8,9 +8,9 @@ from octavo.models.file_kinds import what_instead
 from octavo.models.json_files import read_object
 from octavo.models.older import is_older
 from octavo.models.safetensors_file import damage
-from protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX
-from protocol.model_files.torch_archive import damage as torch_damage
-from protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE, INDEX_FILE, SINGLE_FILE, weight_files
+from octavo.protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX
+from octavo.protocol.model_files.torch_archive import damage as torch_damage
+from octavo.protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE, INDEX_FILE, SINGLE_FILE, weight_files
 
 INDEX_FILES = (INDEX_FILE, BIN_INDEX_FILE)
 NAMES = (SINGLE_FILE, INDEX_FILE, BIN_FILE, BIN_INDEX_FILE)

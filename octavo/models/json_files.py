@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.errors import ModelError
-from protocol.model_files.bounded import read_bounded
+from octavo.protocol.model_files.bounded import read_bounded
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from octavo.models.file_kinds import what_instead
 from octavo.models.hub import download_settings, download_snapshot
 from octavo.models.modelscope import download_from_modelscope
 from octavo.models.tokenizer import with_tokenizer_json
-from protocol.config import Config
+from octavo.protocol.config import Config
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ LONGEST_CAUSE = 160  # characters
 def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) -> Path:
     """Return `directory` if it has tokenizer.json, else one in the cache that has, converted by transformers.
 
-    The tokenizers of older models, which came as code, are built by `octavo.models.older`. Raises ModelError if there is no
+    The tokenizers of older models, which came as code, are built by `older`. Raises ModelError if there is no
     tokenizer at all, or none that can be converted.
     """
     if (directory / "tokenizer.json").is_file():

@@ -8,12 +8,12 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Any
 
+from octavo.protocol.config import Config
 from octavo.python.local_engine import LocalEngine
 from octavo.python.outputs import RequestOutput
 from octavo.python.preparation import Conversation, Prompt, one_each
 from octavo.python.sampling_params import SamplingParams
 from octavo.python.settings import config_of, wants_http, with_settings
-from protocol.config import Config
 
 
 @with_settings

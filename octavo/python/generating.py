@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from gateway.link.engine import Engine, Generation, GenerationRequest, Refused
-from gateway.text.delta import Delta
-from gateway.text.tokenizer import Tokenizer
 from octavo.errors import GenerationFailedError
+from octavo.gateway.link.engine import Engine, Generation, GenerationRequest, Refused
+from octavo.gateway.text.delta import Delta
+from octavo.gateway.text.tokenizer import Tokenizer
 from octavo.python.outputs import Collected, RequestOutput, request_output
 from octavo.python.preparation import PreparedRequest
 

@@ -11,11 +11,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.link.engine import Engine, scheduler_clients
-from gateway.text.delta import Delta
-from gateway.text.model_files import ModelFiles, read_model_files
 from octavo.errors import ChildRefusedError, GenerationError, LaunchError, ModelError
+from octavo.gateway.link.engine import Engine, scheduler_clients
+from octavo.gateway.text.delta import Delta
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
 from octavo.models.resolve import resolve_model_of
+from octavo.protocol.config import Config
+from octavo.protocol.process import REFUSED
 from octavo.python.generating import Generating, collected, output_of
 from octavo.python.outputs import RequestOutput
 from octavo.python.preparation import Preparation, PreparedRequest
@@ -23,8 +25,6 @@ from octavo.serving.child_log import ChildLog
 from octavo.serving.listening import is_healthy, with_ports
 from octavo.serving.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.serving.socket_directory import socket_directory
-from protocol.config import Config
-from protocol.process import REFUSED
 
 ROLES = ("scheduler", "executor")
 HTTP_ROLE = "gateway"

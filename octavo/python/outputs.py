@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.text.delta import Delta, TokenLogprob, Whole
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.text.delta import Delta, TokenLogprob, Whole
+from octavo.gateway.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

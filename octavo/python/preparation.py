@@ -11,20 +11,20 @@ from typing import Any, SupportsIndex, TypedDict, cast
 
 import msgspec
 
-from gateway.asking.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
-from gateway.asking.model import Model
-from gateway.asking.prepare import prepare
-from gateway.link.engine import GenerationRequest
-from gateway.openai.answers import asked_sampling
-from gateway.openai.chat import chat_prompt, check_chat
-from gateway.openai.completions import DEFAULT_MAX_TOKENS
-from gateway.openai.invalid_field import invalid_field
-from gateway.openai.types import ChatRequest, without_nulls
-from gateway.request_error import RequestError
-from gateway.text.model_files import ModelFiles
-from gateway.text.steps import finished
+from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
+from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.prepare import prepare
+from octavo.gateway.link.engine import GenerationRequest
+from octavo.gateway.openai.answers import asked_sampling
+from octavo.gateway.openai.chat import chat_prompt, check_chat
+from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
+from octavo.gateway.openai.invalid_field import invalid_field
+from octavo.gateway.openai.types import ChatRequest, without_nulls
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.model_files import ModelFiles
+from octavo.gateway.text.steps import finished
+from octavo.protocol.messages import Ready
 from octavo.python.sampling_params import SamplingParams
-from protocol.messages import Ready
 
 
 class TextPrompt(TypedDict):

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from gateway.openai.completions import DEFAULT_MAX_TOKENS
-from gateway.openai.invalid_field import invalid_field
-from gateway.openai.types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
-from gateway.request_error import RequestError
-from protocol.settings.suggestions import suggestion
+from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
+from octavo.gateway.openai.invalid_field import invalid_field
+from octavo.gateway.openai.types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
+from octavo.gateway.request_error import RequestError
+from octavo.protocol.settings.suggestions import suggestion
 
 
 class SamplingRequest(CompletionRequest, kw_only=True):

@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from protocol.config import FIELDS, Config, ConfigError
-from protocol.process import know_home
-from protocol.settings.flags import describe
-from protocol.settings.foreign import say_what_has_no_effect
-from protocol.settings.loading import load_config, refuse_foreign_keys
-from protocol.settings.suggestions import setting_suggestion
+from octavo.protocol.config import FIELDS, Config, ConfigError
+from octavo.protocol.process import know_home
+from octavo.protocol.settings.flags import describe
+from octavo.protocol.settings.foreign import say_what_has_no_effect
+from octavo.protocol.settings.loading import load_config, refuse_foreign_keys
+from octavo.protocol.settings.suggestions import setting_suggestion
 
 # Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
 LAUNCHER_FIELDS = (

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 
-from protocol.process import PROGRAM, REFUSED
+from octavo.protocol.process import PROGRAM, REFUSED
 
 NUM_KEPT_BYTES = 16 << 10
 NUM_SHOWN_LINES = 15

@@ -6,15 +6,15 @@ import sys
 import msgspec
 
 from octavo.models.resolve import resolve_config_of
+from octavo.protocol.config import Config
+from octavo.protocol.settings.loading import child_environ
 from octavo.serving.processes import Process, kill_processes
-from protocol.config import Config
-from protocol.settings.loading import child_environ
 
 
 def dry_run(config: Config) -> int:
     """Print what serving takes and return 0 if this machine has it, 1 if not. Raises ModelError."""
     resolved = msgspec.structs.replace(config, model=str(resolve_config_of(config)))
-    command = [sys.executable, "-P", "-m", "executor.dry_run"]
+    command = [sys.executable, "-P", "-m", "octavo.executor.dry_run"]
     environ = child_environ(resolved, os.environ, secrets=False)
     process = Process(command, environ=environ)
     try:

@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import ChildRefusedError, CommandError, LaunchError
+from octavo.protocol.config import Config
+from octavo.protocol.process import REFUSED, paragraph
 from octavo.serving.child_log import ChildLog
 from octavo.serving.listening import is_healthy, server_url, with_ports
 from octavo.serving.processes import POLL_S, Processes, why_ended_early, with_sockets_in
 from octavo.serving.socket_directory import socket_directory
 from octavo.streams import OutputEndedError
-from protocol.config import Config
-from protocol.process import REFUSED, paragraph
 
 logger = logging.getLogger(__name__)
 

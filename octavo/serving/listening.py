@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from octavo.errors import LaunchError
-from protocol.config import Config
-from protocol.settings.flags import flag_name
-from protocol.tcp import bind, netloc, without_brackets
+from octavo.protocol.config import Config
+from octavo.protocol.settings.flags import flag_name
+from octavo.protocol.tcp import bind, netloc, without_brackets
 
 HEALTH_TIMEOUT_S = 2.0
 

@@ -14,15 +14,13 @@ from pathlib import Path
 import msgspec
 
 from octavo.errors import LaunchError
-from octavo.shadows import shadowed_in_children
-from protocol.config import Config
-from protocol.lifeline import LIFELINE_FLAG, Lifeline
-from protocol.process import REFUSED
-from protocol.settings.loading import child_environ
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import LIFELINE_FLAG, Lifeline
+from octavo.protocol.process import REFUSED
+from octavo.protocol.settings.loading import child_environ
 
 logger = logging.getLogger(__name__)
 
-PACKAGES = ("protocol", "scheduler", "executor", "kernels", "gateway")  # what children import of ours
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
 STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
@@ -193,8 +191,6 @@ class Processes:
 
     def start(self) -> None:
         """Start all. Raises LaunchError; what began has to be stopped also then."""
-        if shadowed := shadowed_in_children(PACKAGES, os.environ.get("PYTHONPATH", "")):
-            raise LaunchError(shadowed)
         for role in self._roles:
             try:
                 self.children[role] = Child(
@@ -255,7 +251,7 @@ class Processes:
 
     def _start_process(self, role: str, config: Config) -> Process:
         environ = child_environ(config, os.environ, secrets=role == "gateway")
-        return Process([sys.executable, "-P", "-m", role], environ=environ, stderr=self._stderr)
+        return Process([sys.executable, "-P", "-m", f"octavo.{role}"], environ=environ, stderr=self._stderr)
 
 
 def start_together(starts: Iterable[Callable[[], Process]]) -> list[Process]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.errors import LaunchError
-from protocol.sockets import MAX_IPC_PATH_BYTES
+from octavo.protocol.sockets import MAX_IPC_PATH_BYTES
 
 PREFIX = "octavo-"
 LOCK = "server.lock"

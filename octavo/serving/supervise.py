@@ -18,10 +18,10 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from functools import partial
 
 from octavo.errors import LaunchError
+from octavo.protocol.config import PREFIX
+from octavo.protocol.process import REFUSED
 from octavo.serving.child_log import ChildLog
 from octavo.serving.processes import POLL_S, STOP_GRACE_S, Child, Process, kill_processes, start_together
-from protocol.config import PREFIX
-from protocol.process import REFUSED
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
 LOOK_S = 1.0  # a look at the beats, unless a signal comes before

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import msgspec
 
 from octavo.errors import ChildRefusedError
+from octavo.protocol.config import FIELDS, Config
+from octavo.protocol.settings.loading import child_environ
 from octavo.python.settings import HTTP_FIELDS
 from octavo.serving.launcher import ROLES
 from octavo.serving.listening import is_healthy, server_url, with_ports
 from octavo.serving.processes import POLL_S, STOP_GRACE_S, Process, end_processes
-from protocol.config import FIELDS, Config
-from protocol.settings.loading import child_environ
 
 SERVER_GRACE_S = (len(ROLES) + 1) * STOP_GRACE_S  # each of its own processes gets one, in turn
 

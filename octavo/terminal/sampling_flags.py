@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from octavo.protocol.config import ConfigError
+from octavo.protocol.settings.values import base_type, explain_value, parse_integer, range_of
 from octavo.python.sampling_params import HINTS, HONOURED
-from protocol.config import ConfigError
-from protocol.settings.values import base_type, explain_value, parse_integer, range_of
 
 KINDS = {name: HINTS[name] for name in HONOURED}
 NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # that anybody would come near

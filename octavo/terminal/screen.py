@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.errors import CommandError
+from octavo.protocol.process import CONTROLS, paragraph
 from octavo.terminal.api_client import ApiClient, ApiError
-from protocol.process import CONTROLS, paragraph
 
 TextOf = Callable[[dict[str, Any]], str]  # of a choice
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.model_files.bounded import LARGEST_LIST_BYTES
+from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES
 
 GGUF_FILE = "model.gguf"
 GGUF_INDEX = "model.gguf.index.json"

@@ -6,7 +6,7 @@ Such a file is a zip archive of uncompressed members: data.pkl names the tensors
 import zipfile
 from pathlib import Path
 
-from protocol.model_files.bounded import LARGEST_LIST_BYTES
+from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES
 
 ZIP_START = b"PK"
 PICKLE_START = b"\x80"  # of files that torch before version 1.6 wrote

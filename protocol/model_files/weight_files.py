@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
+from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 BIN_INDEX_FILE, BIN_FILE = "pytorch_model.bin.index.json", "pytorch_model.bin"

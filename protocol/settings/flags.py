@@ -5,8 +5,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from protocol.config import FIELDS
-from protocol.settings.values import base_type, metas_of
+from octavo.protocol.config import FIELDS
+from octavo.protocol.settings.values import base_type, metas_of
 
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",), "shutdown_timeout_s": ("--shutdown-timeout",)}
 SEVERAL_VALUES = ("served_model_name",)  # one flag takes several, as in vLLM

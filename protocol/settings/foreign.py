@@ -9,8 +9,8 @@ import logging
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from protocol.config import PREFIX
-from protocol.settings.suggestions import suggestion
+from octavo.protocol.config import PREFIX
+from octavo.protocol.settings.suggestions import suggestion
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import FIELDS, PREFIX, SECRETS, Config, ConfigError
-from protocol.settings.foreign import foreign_keys, is_platforms
-from protocol.settings.suggestions import setting_suggestion
-from protocol.settings.values import explain_value, parse_value
+from octavo.protocol.config import FIELDS, PREFIX, SECRETS, Config, ConfigError
+from octavo.protocol.settings.foreign import foreign_keys, is_platforms
+from octavo.protocol.settings.suggestions import setting_suggestion
+from octavo.protocol.settings.values import explain_value, parse_value
 
 # Other servers' names for our values.
 SYNONYMS: dict[tuple[str, object], str] = {

@@ -64,13 +64,13 @@ _NOT_HERE = {
         enable_return_routed_experts moe_a2a_backend""",
     "steps are not divided further to hide communication": """
         enable_dbo ubatch_size ub dbo_decode_token_threshold dbo_prefill_token_threshold enable_two_batch_overlap""",
-    "start the ranks of other machines one by one: `python -m executor`, with distributed_address": """
+    "start the ranks of other machines one by one: `python -m octavo.executor`, with distributed_address": """
         nnodes n node_rank r master_addr master_port headless dist_init_addr nccl_init_addr
         distributed_timeout_seconds""",
     "ranks are plain processes that `octavo serve` starts: there is nothing to choose": """
         distributed_executor_backend worker_use_ray ray_workers_use_nsight worker_cls worker_extension_cls
         disable_custom_all_reduce max_parallel_loading_workers""",
-    "start further gateways for the same scheduler: `python -m gateway`": "api_server_count",
+    "start further gateways for the same scheduler: `python -m octavo.gateway`": "api_server_count",
     "gateway, scheduler and executor are always processes of their own": "disable_frontend_multiprocessing",
     "weights are not offloaded: take a model of fewer bits (quantization) or more ranks": """
         cpu_offload_gb cpu_offload_params offload_backend offload_group_size offload_num_in_group offload_prefetch_step

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-from protocol.settings.other_servers import OTHER_NAMES, sentence
+from octavo.protocol.settings.other_servers import OTHER_NAMES, sentence
 
 LEAST_LIKENESS = 0.65  # of the whole name, of 1
 LEAST_WORD_LIKENESS = 0.58  # of each typed word; a beginning of a word, such as "mem" of "memory", counts as alike

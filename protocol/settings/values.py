@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.settings.suggestions import suggestion
+from octavo.protocol.settings.suggestions import suggestion
 
 
 def parse_value(kind: Any, value: object) -> object:

@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.serve.answer import Answer
-from bench.serve.arrivals import poisson_arrivals
-from bench.serve.dataset import named, read_dataset
-from bench.serve.lengths import parse_lengths
-from bench.serve.plot import tokens_over_time
-from bench.serve.requests import Message, Request, random_requests
-from bench.serve.results import Record, median_figures, summarize
-from bench.serve.work import Work
+from octavo.bench.serve.answer import Answer
+from octavo.bench.serve.arrivals import poisson_arrivals
+from octavo.bench.serve.dataset import named, read_dataset
+from octavo.bench.serve.lengths import parse_lengths
+from octavo.bench.serve.plot import tokens_over_time
+from octavo.bench.serve.requests import Message, Request, random_requests
+from octavo.bench.serve.results import Record, median_figures, summarize
+from octavo.bench.serve.work import Work
 from octavo.errors import CommandError
 from tests.fakes.fake_openai import events
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.serve.results import read_result
-from bench.serve.work import Work
+from octavo.bench.serve.results import read_result
+from octavo.bench.serve.work import Work
 from octavo.cli import main
 from tests.fakes.commands import start
 from tests.fakes.fake_openai import KEY, MODEL, fake_openai

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.gateway import describe, open_rig
+from octavo.bench.gateway import describe, open_rig
 from octavo.errors import CommandError
 from tests.fakes.model_directories import write_tiny_model
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.gpu_check import Row, format_row, largest_error, main, make_bench, report, rows
-from bench.timing import Roofline
-from kernels import reference
+from octavo.bench.gpu_check import Row, format_row, largest_error, main, make_bench, report, rows
+from octavo.bench.timing import Roofline
+from octavo.kernels import reference
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def test_right_kernels_pass_every_check(monkeypatch, capsys):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton for this platform")
 def test_interpreted_kernels_pass_every_check():
-    command = [sys.executable, "-m", "bench.gpu_check", "--interpret"]
+    command = [sys.executable, "-m", "octavo.bench.gpu_check", "--interpret"]
     finished = subprocess.run(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.scheduler import PARTS, TOTALS, describe, open_rig
+from octavo.bench.scheduler import PARTS, TOTALS, describe, open_rig
 
 
 def test_it_tells_every_part_after_each_number_of_finished_requests(tmp_path: Path, capsys) -> None:

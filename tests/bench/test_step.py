@@ -5,29 +5,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kernels import cpu  # before torch
+from octavo.kernels import cpu  # before torch
 
 # isort: split
 import msgspec
 import pytest
 import torch
 
-from bench import step
-from bench.machine import Place
-from bench.step import floor, results
-from bench.step.ceilings import better_of, measure_ceilings
-from bench.step.floor import AttentionLayer, Ceilings, ModelWork, Product, StepShape, Work
-from bench.step.measure import Request, measure
-from bench.step.model_work import model_work, product_names
-from bench.step.results import Result
-from bench.step.steps import Case, why_not
-from bench.step.timed import PART_OF, Stopwatch, TimedBackend
-from executor.memory import allocate_kv_caches
-from executor.models import Decoder, load_model, read_model_config
-from executor.models.compiled import compile_decoder
-from executor.runner import ModelRunner
-from kernels.backend import Backend
-from protocol.config import Config, ConfigError
+from octavo.bench import step
+from octavo.bench.machine import Place
+from octavo.bench.step import floor, results
+from octavo.bench.step.ceilings import better_of, measure_ceilings
+from octavo.bench.step.floor import AttentionLayer, Ceilings, ModelWork, Product, StepShape, Work
+from octavo.bench.step.measure import Request, measure
+from octavo.bench.step.model_work import model_work, product_names
+from octavo.bench.step.results import Result
+from octavo.bench.step.steps import Case, why_not
+from octavo.bench.step.timed import PART_OF, Stopwatch, TimedBackend
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models.compiled import compile_decoder
+from octavo.executor.runner import ModelRunner
+from octavo.kernels.backend import Backend
+from octavo.protocol.config import Config, ConfigError
 from tests.fakes import runner_driver as driver
 from tests.fakes.checkpoints import make_checkpoint
 

@@ -1,4 +1,4 @@
-"""`python -m bench.versus`: servers that are started in turn, measured, and ended with all of their processes."""
+"""`python -m octavo.bench.versus`: servers that are started in turn, measured, and ended with their children."""
 
 import json
 import sys
@@ -11,12 +11,12 @@ import psutil
 import pytest
 from aiohttp.test_utils import TestServer
 
-from bench.serve.client import Server
-from bench.serve.measure import measure
-from bench.serve.work import Work
-from bench.versus.__main__ import main
-from bench.versus.one_at_a_time import load
-from bench.versus.report import Report
+from octavo.bench.serve.client import Server
+from octavo.bench.serve.measure import measure
+from octavo.bench.serve.work import Work
+from octavo.bench.versus.__main__ import main
+from octavo.bench.versus.one_at_a_time import load
+from octavo.bench.versus.report import Report
 from tests.fakes.commands import descendants, start, tiny_checkpoint
 from tests.fakes.waiting import wait_until
 
@@ -97,7 +97,7 @@ async def test_transformers_answers_one_at_a_time(tmp_path: Path) -> None:
 def test_told_to_end_it_ends_its_server(tmp_path: Path) -> None:
     plan = tmp_path / "servers.toml"
     plan.write_text(f"[servers.mute]\ncommand = {json.dumps(MUTE)}\n")
-    process = start("bench.versus", str(plan), "--output-dir", str(tmp_path))
+    process = start("octavo.bench.versus", str(plan), "--output-dir", str(tmp_path))
     log = tmp_path / "logs" / "mute-1.log"
     wait_until(lambda: log.exists() and log.read_text() == "listens\n")
     [server] = descendants(process)

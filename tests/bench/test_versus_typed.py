@@ -1,4 +1,4 @@
-"""`python -m bench.versus` with servers and work that are typed."""
+"""`python -m octavo.bench.versus` with servers and work that are typed."""
 
 import json
 import shlex
@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.serve.requests import random_requests
-from bench.versus.__main__ import main
-from bench.versus.plan import ROWS, typed_plan, typed_work
-from bench.versus.report import Report, report_markdown
+from octavo.bench.serve.requests import random_requests
+from octavo.bench.versus.__main__ import main
+from octavo.bench.versus.plan import ROWS, typed_plan, typed_work
+from octavo.bench.versus.report import Report, report_markdown
 from octavo.errors import CommandError
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+from octavo.protocol.config import FIELDS, PREFIX, Config
+from octavo.protocol.link_keys import client_keys, make_keys, server_keys
+from octavo.protocol.settings.loading import load_config
 from octavo.python.settings import LAUNCHER_FIELDS
-from protocol.config import FIELDS, PREFIX, Config
-from protocol.link_keys import client_keys, make_keys, server_keys
-from protocol.settings.loading import load_config
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "executor")
@@ -126,7 +126,7 @@ def test_nginx_never_sends_a_post_twice() -> None:
 def test_each_process_runs_supervised(stack: dict[str, Any], service: str) -> None:
     command = stack["services"][service]["command"]
     flags = ["--all-ranks"] if service == "executor" else []
-    assert command == ["octavo", "supervise", *flags, "--", "python", "-P", "-m", service]
+    assert command == ["octavo", "supervise", *flags, "--", "python", "-P", "-m", f"octavo.{service}"]
     assert importlib.util.find_spec(f"{service}.__main__")
 
 

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from octavo.cli import build_parser
-from protocol.config import PREFIX, Config
-from protocol.config import SECRETS as CONFIG_SECRETS
-from protocol.link_keys import check_ranks_link, client_keys, make_keys, server_keys
-from protocol.settings.loading import load_config
+from octavo.protocol.config import PREFIX, Config
+from octavo.protocol.config import SECRETS as CONFIG_SECRETS
+from octavo.protocol.link_keys import check_ranks_link, client_keys, make_keys, server_keys
+from octavo.protocol.settings.loading import load_config
 from tests.fakes.kustomize import Manifest, build, name_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"

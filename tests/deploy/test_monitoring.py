@@ -14,9 +14,9 @@ import pytest
 import yaml
 from prometheus_client.metrics_core import Metric
 
-from gateway.measuring.engine_metrics import EngineCollector
-from gateway.measuring.metrics import Metrics
-from protocol.messages import Ready, Stats
+from octavo.gateway.measuring.engine_metrics import EngineCollector
+from octavo.gateway.measuring.metrics import Metrics
+from octavo.protocol.messages import Ready, Stats
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 MONITORING = DEPLOY / "monitoring"

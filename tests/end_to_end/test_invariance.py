@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from executor.models import Decoder, load_model, read_model_config
-from kernels import cpu
-from protocol.sampling import Sampling
+from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.kernels import cpu
+from octavo.protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
 

@@ -38,7 +38,7 @@ def keys(tmp_path_factory):
     done = run("octavo", "keys", str(directory))
     assert done.returncode == 0, done.stderr
     for kind in ("scheduler", "gateway", "executor"):
-        assert f"python -m {kind} --link-keys-dir {directory / kind}" in done.stdout
+        assert f"python -m octavo.{kind} --link-keys-dir {directory / kind}" in done.stdout
     return directory
 
 
@@ -102,16 +102,16 @@ def is_healthy(port):
     ],
 )
 def test_an_address_that_other_machines_reach_is_no_start_without_keys(module, arguments, model):
-    done = run(module, *[model if each == "MODEL" else each for each in arguments])
+    done = run(f"octavo.{module}", *[model if each == "MODEL" else each for each in arguments])
     assert done.returncode == 2
     assert "--insecure-links" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"python -m {module}: ")
+    assert done.stderr.startswith(f"python -m octavo.{module}: ")
 
 
 def test_the_probe_says_what_its_scheduler_lacks():
     done = subprocess.run(
-        [sys.executable, "-m", "scheduler.probe"],
+        [sys.executable, "-m", "octavo.scheduler.probe"],
         env={"OCTAVO_FRONTEND_ADDRESS": "tcp://10.0.0.1:1", "PATH": ""},
         capture_output=True,
         text=True,
@@ -160,7 +160,7 @@ def test_with_keys_a_server_of_three_machines_answers_and_nobody_else_is_heard(k
         wait_until(lambda: is_healthy(http), 120)
         assert completion(http)["usage"]["completion_tokens"] == 8
         probe = subprocess.run(
-            [sys.executable, "-m", "scheduler.probe"],
+            [sys.executable, "-m", "octavo.scheduler.probe"],
             env={
                 "OCTAVO_FRONTEND_ADDRESS": f"tcp://0.0.0.0:{frontend}",
                 "OCTAVO_LINK_KEYS_DIR": str(keys / "scheduler"),

@@ -92,7 +92,7 @@ def second_gateway(environ: dict[str, str]) -> Iterator[Gateway]:
     """Run another replica of the gateway with `environ`, on other ports."""
     ports = {"OCTAVO_PORT": str(free_port()), "OCTAVO_METRICS_PORT": str(free_port())}
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "gateway"], env={**environ, **ports}, stderr=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "octavo.gateway"], env={**environ, **ports}, stderr=subprocess.DEVNULL
     )
     urls = [f"http://127.0.0.1:{port}" for port in ports.values()]
     try:

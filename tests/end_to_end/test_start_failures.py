@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from protocol.model_files.weight_files import INDEX_FILE
+from octavo.protocol.model_files.weight_files import INDEX_FILE
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.fake_hub import FakeHub, running
 from tests.fakes.model_directories import VOCAB_SIZE, write_tiny_model
@@ -127,7 +127,7 @@ def test_a_start_that_fails_says_why_in_one_paragraph(failure: Failure, model: P
         failure.damage(model)
     named = () if "--model" in failure.flags else ("--model", str(model))
     said = refusal(*named, *failure.flags, environ=failure.environ)
-    assert said.startswith("octavo: " if failure.said_by == "resolution" else f"python -m {failure.said_by}: ")
+    assert said.startswith("octavo: " if failure.said_by == "resolution" else f"python -m octavo.{failure.said_by}: ")
     for words in failure.words:
         assert words in said
 

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 import torch
 
-from executor.models import load_model, read_model_config
-from kernels import cpu
+from octavo.executor.models import load_model, read_model_config
+from octavo.kernels import cpu
 from tests.fakes.octavo_server import DEMO, Server, Stream, running_server
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 from tests.fakes.waiting import wait_until

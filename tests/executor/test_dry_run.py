@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 
-from executor.dry_run import Machine, Plan, fits, look_at_machine, make_plan, ranks_needed, report, this_machine
-from executor.footprint import native_footprint
-from executor.models import TensorParallel, load_model, read_model_config
-from kernels import cpu, reference
-from kernels.choice import ChosenBackend
+from octavo.executor.dry_run import Machine, Plan, fits, look_at_machine, make_plan, ranks_needed, report, this_machine
+from octavo.executor.footprint import native_footprint
+from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.kernels import cpu, reference
+from octavo.kernels.choice import ChosenBackend
 from octavo.models.convert import link_gguf
-from protocol.config import Config
+from octavo.protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, write
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.quantized_checkpoints import Twins, awq, compressed_packed, gptq

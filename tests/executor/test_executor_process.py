@@ -1,4 +1,4 @@
-"""`python -m executor` from outside: what it says, what it answers, how it ends."""
+"""`python -m octavo.executor` from outside: what it says, what it answers, how it ends."""
 
 import os
 import signal
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from executor.dtypes import choose_dtype
-from executor.startup import start_executor
-from protocol.config import Config
-from protocol.messages import ExecutorReady, StepFailed
+from octavo.executor.dtypes import choose_dtype
+from octavo.executor.startup import start_executor
+from octavo.protocol.config import Config
+from octavo.protocol.messages import ExecutorReady, StepFailed
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.runner_driver import init, share, step
@@ -34,7 +34,7 @@ def scheduler():
 
 
 def command(*flags):
-    return [sys.executable, "-P", "-m", "executor", *map(str, flags)]
+    return [sys.executable, "-P", "-m", "octavo.executor", *map(str, flags)]
 
 
 def environ():
@@ -132,7 +132,7 @@ def test_a_signal_before_it_is_ready_ends_it_by_itself(tmp_path):
 def test_a_wrong_setting_is_one_line_and_status_2():
     ended = run_to_the_end("--block-sise", 4)
     assert ended.returncode == 2
-    assert ended.stderr == "python -m executor: unknown argument --block-sise; did you mean --block-size?\n"
+    assert ended.stderr == "python -m octavo.executor: unknown argument --block-sise; did you mean --block-size?\n"
 
 
 def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_2(tmp_path):

@@ -1,10 +1,19 @@
 import pytest
 import zmq
 
-from executor.group import Relay
-from executor.parallel import ALONE
-from executor.server import NUM_KEPT_RESULTS, PlaceFreeError, ProgressReporter, Server, StepProgress, connect
-from protocol.messages import Displaced, ExecutorReady, NeedInit, Progress, StepFailed, StepResult, Welcome, encode
+from octavo.executor.group import Relay
+from octavo.executor.parallel import ALONE
+from octavo.executor.server import NUM_KEPT_RESULTS, PlaceFreeError, ProgressReporter, Server, StepProgress, connect
+from octavo.protocol.messages import (
+    Displaced,
+    ExecutorReady,
+    NeedInit,
+    Progress,
+    StepFailed,
+    StepResult,
+    Welcome,
+    encode,
+)
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.fake_backend import FakeBackend
 from tests.fakes.lazy_device import LazyDevice

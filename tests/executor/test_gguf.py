@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from executor.fingerprint import model_fingerprint
-from executor.gguf import GGUFWeights, read_index
-from executor.models import Decoder, TensorParallel, load_model, read_model_config
-from executor.models.layers import packed_weights
-from executor.shards import Shard
-from kernels import cpu, reference
+from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.gguf import GGUFWeights, read_index
+from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models.layers import packed_weights
+from octavo.executor.shards import Shard
+from octavo.kernels import cpu, reference
 from octavo.models.convert import link_gguf
 from octavo.models.convert.metadata import GGUFFile
 from octavo.models.convert.weights import plan_weights
 from octavo.models.demo import demo_gguf
 from octavo.models.resolve import resolve_model
-from protocol.model_files.gguf_index import GGUF_TYPES
+from octavo.protocol.model_files.gguf_index import GGUF_TYPES
 from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near, assert_rounded
 from tests.fakes.tiny_gguf import tiny_model, write_gguf

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from executor.graphs import DecodeGraphs, at_least, batch_sizes, table_widths
-from executor.memory import allocate_kv_caches
-from executor.models import load_model, read_model_config
-from executor.packing import StepArrays, pack, pad
-from executor.runner import ModelRunner
-from executor.warm_up import capture_graphs
-from kernels import cpu
+from octavo.executor.graphs import DecodeGraphs, at_least, batch_sizes, table_widths
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import load_model, read_model_config
+from octavo.executor.packing import StepArrays, pack, pad
+from octavo.executor.runner import ModelRunner
+from octavo.executor.warm_up import capture_graphs
+from octavo.kernels import cpu
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.lazy_device import LazyDevice

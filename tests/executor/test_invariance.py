@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from executor.memory import allocate_kv_caches
-from executor.models import load_model, read_model_config
-from executor.runner import ModelRunner
-from kernels import cpu
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import load_model, read_model_config
+from octavo.executor.runner import ModelRunner
+from octavo.kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.runner_driver import RunnerDriver, init, share
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from executor.models import load_model, read_model_config
-from kernels import cpu
-from protocol.messages import NeedInit
+from octavo.executor.models import load_model, read_model_config
+from octavo.kernels import cpu
+from octavo.protocol.messages import NeedInit
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.lazy_device import LazyDevice

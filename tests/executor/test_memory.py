@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from executor.memory import (
+from octavo.executor.memory import (
     allocate_kv_caches,
     block_bytes,
     refuse_too_large,
@@ -10,7 +10,7 @@ from executor.memory import (
     usable_bytes,
     used_bytes,
 )
-from protocol.config import Config
+from octavo.protocol.config import Config
 from tests.fakes.system_files import write
 
 CPU = torch.device("cpu")

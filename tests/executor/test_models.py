@@ -13,8 +13,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from executor.models import Decoder, load_model, read_model_config
-from kernels import cpu
+from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 

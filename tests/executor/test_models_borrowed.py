@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from executor.fingerprint import model_fingerprint
-from executor.models import read_model_config
-from protocol.sampling import Sampling
+from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.models import read_model_config
+from octavo.protocol.sampling import Sampling
 from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.lazy_device import NoLooks
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens

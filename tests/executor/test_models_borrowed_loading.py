@@ -12,11 +12,11 @@ import transformers.dynamic_module_utils
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.models import TensorParallel, load_model, read_model_config
-from executor.quantization import round_weight
-from executor.startup import start_executor
-from kernels import cpu, reference
-from protocol.config import Config
+from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.quantization import round_weight
+from octavo.executor.startup import start_executor
+from octavo.kernels import cpu, reference
+from octavo.protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, Case, load, random_prompts, write
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, assert_near, greedy_tokens

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.step.floor import ATTENTION, KV_STORE, NORMS
-from executor.models import Decoder, load_model, read_model_config
-from executor.models.compiled import Written, compile_decoder
-from executor.models.config import ModelConfig
-from executor.quantization import round_weight
-from executor.server import StepProgress
-from kernels import cpu, reference
+from octavo.bench.step.floor import ATTENTION, KV_STORE, NORMS
+from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models.compiled import Written, compile_decoder
+from octavo.executor.models.config import ModelConfig
+from octavo.executor.quantization import round_weight
+from octavo.executor.server import StepProgress
+from octavo.kernels import cpu, reference
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding
 

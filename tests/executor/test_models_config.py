@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from executor.models import read_model_config
-from executor.models.keys import NEUTRAL
+from octavo.executor.models import read_model_config
+from octavo.executor.models.keys import NEUTRAL
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

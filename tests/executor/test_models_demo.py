@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import Tensor
 
-from executor.memory import allocate_kv_caches
-from executor.models import Decoder, load_model, read_model_config
-from executor.runner import ModelRunner
-from kernels import cpu
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.runner import ModelRunner
+from octavo.kernels import cpu
 from octavo.models.resolve import resolve_model
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
 from tests.fakes.runner_driver import RunnerDriver, init

@@ -11,12 +11,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.checkpoint import Checkpoint
-from executor.models import Decoder, TensorParallel, load_model, read_model_config
-from executor.models.config import ARCHITECTURES
-from executor.models.layers import Shard
-from executor.models.renaming import renamed
-from kernels import cpu
+from octavo.executor.checkpoint import Checkpoint
+from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models.config import ARCHITECTURES
+from octavo.executor.models.layers import Shard
+from octavo.executor.models.renaming import renamed
+from octavo.kernels import cpu
 from octavo.models.older import FAMILIES
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older

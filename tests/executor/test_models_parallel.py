@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.models import TensorParallel, load_model, read_model_config
-from kernels import cpu
+from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.kernels import cpu
 from octavo.models.convert import link_gguf
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_near

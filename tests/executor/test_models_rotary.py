@@ -8,8 +8,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from executor.models import read_model_config
-from executor.models.rotary import rotary_frequencies, rotary_table
+from octavo.executor.models import read_model_config
+from octavo.executor.models.rotary import rotary_frequencies, rotary_table
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 2.5},

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from executor.models import read_model_config
-from executor.models.split import check_size, num_kv_heads_of_rank, possible_sizes
+from octavo.executor.models import read_model_config
+from octavo.executor.models.split import check_size, num_kv_heads_of_rank, possible_sizes
 from tests.fakes.checkpoints import TINY
 
 MODELS = [  # attention heads, KV heads, intermediate size; the sizes up to 16 that can be

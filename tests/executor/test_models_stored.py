@@ -11,8 +11,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.models import ModelDescription, load_model, read_model_config
-from kernels import cpu
+from octavo.executor.models import ModelDescription, load_model, read_model_config
+from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
 from tests.fakes.paged_decoding import PagedDecoding

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kernels import choice
+from octavo.kernels import choice
 
 IMPORTS = """
-from kernels import choice
+from octavo.kernels import choice
 from transformers import LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 print(choice.__file__)
 """

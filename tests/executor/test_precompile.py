@@ -10,10 +10,10 @@ ROOT = Path(__file__).parents[2]
 
 START = """
 import sys
-import kernels.choice
+import octavo.kernels.choice
 from numba.core import event
-from executor.startup import start_executor
-from protocol.config import Config
+from octavo.executor.startup import start_executor
+from octavo.protocol.config import Config
 
 with event.install_recorder("numba:run_pass") as passes:
     start_executor(Config(model=sys.argv[1], kv_cache_memory_bytes=2**22, max_model_len=64, attention_backend="cpu"))
@@ -22,7 +22,7 @@ print(len(passes.buffer))
 
 
 def test_the_demo_has_nothing_left_to_compile() -> None:
-    _run("-m", "executor.precompile")
+    _run("-m", "octavo.executor.precompile")
     assert _run("-c", START, str(resolve_model(None).directory)) == "0\n"
 
 

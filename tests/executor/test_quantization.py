@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from executor.fingerprint import model_fingerprint
-from executor.models import Decoder, TensorParallel, load_model, read_model_config
-from executor.models.layers import packed_weights
-from executor.quantization import round_weight
-from executor.startup import start_executor
-from kernels import cpu, reference
-from protocol.config import Config
+from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models.layers import packed_weights
+from octavo.executor.quantization import round_weight
+from octavo.executor.startup import start_executor
+from octavo.kernels import cpu, reference
+from octavo.protocol.config import Config
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.loading_process import loading_bytes
 from tests.fakes.paged_decoding import PagedDecoding, assert_near, assert_rounded

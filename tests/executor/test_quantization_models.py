@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from executor.checkpoint import Checkpoint
-from executor.models import LoadedModel, read_model_config
-from executor.models.borrowed.attention import CurrentStep
-from executor.models.borrowed.decoder import pack_products
-from executor.models.renaming import renamed
-from executor.models.weights import DummyWeights
-from executor.quantization import round_weight
-from executor.shards import Shard
-from kernels import reference
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.checkpoint import Checkpoint
+from octavo.executor.models import LoadedModel, read_model_config
+from octavo.executor.models.borrowed.attention import CurrentStep
+from octavo.executor.models.borrowed.decoder import pack_products
+from octavo.executor.models.renaming import renamed
+from octavo.executor.models.weights import DummyWeights
+from octavo.executor.quantization import round_weight
+from octavo.executor.shards import Shard
+from octavo.kernels import reference
+from octavo.kernels.groupwise import GroupwiseWeight
 from tests.fakes.borrowed_checkpoints import CASES, load
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.older_checkpoints import make_older

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from executor import runner as runner_module
-from protocol.messages import NeedInit, StepResult
+from octavo.executor import runner as runner_module
+from octavo.protocol.messages import NeedInit, StepResult
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, share, step
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from executor import sampler
-from executor.columns import make_columns, to_device
-from executor.device import CpuDevice
-from executor.edits import JoinedEdits
-from executor.sequences import SequenceState
-from kernels import cpu
-from kernels import reference as plain
-from kernels.philox import philox, uniform
-from protocol.messages import Logprobs, pack_ids
+from octavo.executor import sampler
+from octavo.executor.columns import make_columns, to_device
+from octavo.executor.device import CpuDevice
+from octavo.executor.edits import JoinedEdits
+from octavo.executor.sequences import SequenceState
+from octavo.kernels import cpu
+from octavo.kernels import reference as plain
+from octavo.kernels.philox import philox, uniform
+from octavo.protocol.messages import Logprobs, pack_ids
 from tests.fakes.lazy_device import NoLooks
 from tests.fakes.runner_driver import init
 

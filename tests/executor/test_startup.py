@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from executor.device import CpuDevice
-from executor.dtypes import choose_kv_dtype
-from executor.models import load_model, read_model_config
-from executor.startup import make_runner, start_executor
-from executor.warm_up import capture_graphs, largest_step, warm_up
-from kernels import reference
-from kernels.choice import choose_backend
-from protocol.config import Config
-from protocol.messages import unpack_ids
+from octavo.executor.device import CpuDevice
+from octavo.executor.dtypes import choose_kv_dtype
+from octavo.executor.models import load_model, read_model_config
+from octavo.executor.startup import make_runner, start_executor
+from octavo.executor.warm_up import capture_graphs, largest_step, warm_up
+from octavo.kernels import reference
+from octavo.kernels.choice import choose_backend
+from octavo.protocol.config import Config
+from octavo.protocol.messages import unpack_ids
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.lazy_device import LazyDevice
 from tests.fakes.paged_decoding import PagedDecoding

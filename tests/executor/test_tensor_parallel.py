@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from executor.models import load_model, read_model_config
-from kernels import cpu
-from protocol.config import Config
-from protocol.messages import Logprobs, NeedInit, StepResult
-from protocol.sampling import Sampling
+from octavo.executor.models import load_model, read_model_config
+from octavo.kernels import cpu
+from octavo.protocol.config import Config
+from octavo.protocol.messages import Logprobs, NeedInit, StepResult
+from octavo.protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.rank_group import Followers, RankGroup, free_address
 from tests.fakes.runner_driver import init, share, step

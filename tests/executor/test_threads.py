@@ -1,6 +1,6 @@
 import pytest
 
-from executor.threads import choose_num_threads, count_cores, cpu_quota
+from octavo.executor.threads import choose_num_threads, count_cores, cpu_quota
 from tests.fakes.system_files import write
 
 

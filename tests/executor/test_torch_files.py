@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from executor.dry_run import make_plan
-from executor.fingerprint import model_fingerprint
-from executor.models import load_model, read_model_config
-from executor.torch_file import TorchFile
-from kernels import cpu
-from kernels.choice import ChosenBackend
 from octavo.errors import ModelError
+from octavo.executor.dry_run import make_plan
+from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.models import load_model, read_model_config
+from octavo.executor.torch_file import TorchFile
+from octavo.kernels import cpu
+from octavo.kernels.choice import ChosenBackend
 from octavo.models.checkpoint import require_checkpoint
-from protocol.config import Config
-from protocol.model_files.torch_archive import damage
-from protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE
+from octavo.protocol.config import Config
+from octavo.protocol.model_files.torch_archive import damage
+from octavo.protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
 from tests.fakes.paged_decoding import PagedDecoding

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from executor.models import LoadedModel, load_model, read_model_config
-from kernels import cpu
+from octavo.executor.models import LoadedModel, load_model, read_model_config
+from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 
 MAX_MODEL_LEN = 56

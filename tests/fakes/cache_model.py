@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from executor.device import Device
-from executor.inputs import StepInputs
-from executor.memory import KVCaches, allocate_kv_caches
-from executor.runner import ModelRunner
-from kernels import cpu
+from octavo.executor.device import Device
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches, allocate_kv_caches
+from octavo.executor.runner import ModelRunner
+from octavo.kernels import cpu
 
 MODULUS = 8191
 

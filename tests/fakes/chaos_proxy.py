@@ -7,7 +7,7 @@ import time
 
 import zmq
 
-from protocol.sockets import bind_router, connect_dealer, try_send
+from octavo.protocol.sockets import bind_router, connect_dealer, try_send
 from tests.fakes.peer_thread import PeerThread
 
 

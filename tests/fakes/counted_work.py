@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from gateway.text.steps import Steps
+from octavo.gateway.text.steps import Steps
 
 
 class Work:

@@ -2,7 +2,7 @@
 
 import zmq
 
-from protocol.messages import (
+from octavo.protocol.messages import (
     FromExecutor,
     Progress,
     Step,
@@ -12,7 +12,7 @@ from protocol.messages import (
     decode_from_executor,
     encode,
 )
-from protocol.sockets import bind_router
+from octavo.protocol.sockets import bind_router
 
 TIMEOUT_MS = 120_000  # kernels may have to be compiled first
 

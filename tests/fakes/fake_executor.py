@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from protocol.link_keys import ClientKeys
-from protocol.messages import (
+from octavo.protocol.link_keys import ClientKeys
+from octavo.protocol.messages import (
     Displaced,
     ExecutorReady,
     NeedInit,
@@ -25,7 +25,7 @@ from protocol.messages import (
     encode,
     unpack_ids,
 )
-from protocol.sockets import MAX_MESSAGE_BYTES, connect_dealer, new_identity
+from octavo.protocol.sockets import MAX_MESSAGE_BYTES, connect_dealer, new_identity
 from tests.fakes.peer_thread import PeerThread
 from tests.fakes.toy_model import VOCAB_SIZE, logprobs_of, next_token
 

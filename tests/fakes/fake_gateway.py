@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from protocol.link_keys import ClientKeys
-from protocol.messages import (
+from octavo.protocol.link_keys import ClientKeys
+from octavo.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
@@ -28,8 +28,8 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import Sampling
-from protocol.sockets import connect_dealer, new_identity
+from octavo.protocol.sampling import Sampling
+from octavo.protocol.sockets import connect_dealer, new_identity
 from tests.fakes.peer_thread import PeerThread
 
 

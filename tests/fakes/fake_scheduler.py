@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from protocol.messages import (
+from octavo.protocol.messages import (
     Abort,
     Admitted,
     Hello,
@@ -28,7 +28,7 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sockets import bind_router, new_identity, try_send
+from octavo.protocol.sockets import bind_router, new_identity, try_send
 from tests.fakes.toy_model import logprobs_of
 
 Reply = Callable[[Submit], Sequence[int]]

@@ -11,12 +11,12 @@ import httpx
 import msgspec
 import openai
 
-from gateway.__main__ import Server, uvicorn_config
-from gateway.http.app import create_app
-from gateway.http.body_limits import BodyTimes
-from gateway.http.http_protocol import BoundedHttpProtocol
-from gateway.http.listener import listen
-from protocol.config import Config
+from octavo.gateway.__main__ import Server, uvicorn_config
+from octavo.gateway.http.app import create_app
+from octavo.gateway.http.body_limits import BodyTimes
+from octavo.gateway.http.http_protocol import BoundedHttpProtocol
+from octavo.gateway.http.listener import listen
+from octavo.protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
 
 MODEL = "tiny/model"

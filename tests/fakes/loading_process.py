@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kernels import cpu  # before torch: one OpenMP runtime
+from octavo.kernels import cpu  # before torch: one OpenMP runtime
 
 # isort: split
 import torch
 
-from executor.models import load_model, read_model_config
+from octavo.executor.models import load_model, read_model_config
 
 
 def loading_bytes(directory: Path) -> int:

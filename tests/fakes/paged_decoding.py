@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from executor.inputs import StepInputs
-from executor.memory import allocate_kv_caches
-from executor.models import LoadedModel
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import LoadedModel
 
 
 class PagedDecoding:

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 from torch import distributed
 
-from executor.group import Relay
-from executor.launched import Launched
-from executor.models import Decoder
-from executor.runner import ModelRunner
-from executor.startup import start_executor
-from protocol.config import Config
-from protocol.messages import NeedInit, Step, Welcome
+from octavo.executor.group import Relay
+from octavo.executor.launched import Launched
+from octavo.executor.models import Decoder
+from octavo.executor.runner import ModelRunner
+from octavo.executor.startup import start_executor
+from octavo.protocol.config import Config
+from octavo.protocol.messages import NeedInit, Step, Welcome
 
 END_TIMEOUT_S = 60
 

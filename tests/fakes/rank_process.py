@@ -5,17 +5,17 @@ Each CONFIG is a Config as JSON. A life ends when its rank 0 is gone; it must no
 
 import sys
 
-import kernels.choice  # noqa: F401  (before torch: one OpenMP runtime)
+import octavo.kernels.choice  # noqa: F401  (before torch: one OpenMP runtime)
 
 # isort: split
 import msgspec
 from torch import distributed
 
-from executor.group import follow
-from executor.parallel import GroupLostError
-from executor.startup import start_executor
-from protocol.config import Config
-from protocol.lifeline import Heart
+from octavo.executor.group import follow
+from octavo.executor.parallel import GroupLostError
+from octavo.executor.startup import start_executor
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import Heart
 
 
 def main() -> None:

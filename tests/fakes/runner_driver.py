@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from executor.launched import Launched
-from executor.runner import ModelRunner
-from protocol.messages import SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
-from protocol.sampling import Sampling
+from octavo.executor.launched import Launched
+from octavo.executor.runner import ModelRunner
+from octavo.protocol.messages import SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
+from octavo.protocol.sampling import Sampling
 
 SCHEDULER, EXECUTOR = "scheduler-1", "executor-1"
 

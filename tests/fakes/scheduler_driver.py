@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
-from protocol.sampling import Sampling
-from scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
-from scheduler.sizes import MAX_STEP_BYTES
+from octavo.protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
+from octavo.protocol.sampling import Sampling
+from octavo.scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
+from octavo.scheduler.sizes import MAX_STEP_BYTES
 
 VOCAB_SIZE = 7
 MODULUS = 1_000_003

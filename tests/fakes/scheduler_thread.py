@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from protocol.config import Config
-from protocol.lifeline import Heart
-from protocol.sockets import MAX_MESSAGE_BYTES
-from scheduler.scheduler import Scheduler
-from scheduler.server import Server, open_server
+from octavo.protocol.config import Config
+from octavo.protocol.lifeline import Heart
+from octavo.protocol.sockets import MAX_MESSAGE_BYTES
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.server import Server, open_server
 from tests.fakes.waiting import wait_until
 
 

@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from executor.device import Device
-from executor.launched import Launched
-from executor.memory import allocate_kv_caches
-from executor.models import LoadedModel
-from executor.runner import ModelRunner
-from kernels import cpu
-from protocol.messages import Logprobs, Step
-from protocol.sampling import Sampling
-from scheduler import scheduler
-from scheduler.interface import PlannedStep
-from scheduler.scheduler import Limits, Scheduler
+from octavo.executor.device import Device
+from octavo.executor.launched import Launched
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models import LoadedModel
+from octavo.executor.runner import ModelRunner
+from octavo.kernels import cpu
+from octavo.protocol.messages import Logprobs, Step
+from octavo.protocol.sampling import Sampling
+from octavo.scheduler import scheduler
+from octavo.scheduler.interface import PlannedStep
+from octavo.scheduler.scheduler import Limits, Scheduler
 
 
 @dataclass

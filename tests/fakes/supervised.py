@@ -11,7 +11,7 @@ import threading
 import time
 from pathlib import Path
 
-from protocol.process import refuse, start_process
+from octavo.protocol.process import refuse, start_process
 
 
 def main() -> int:

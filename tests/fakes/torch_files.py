@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE
+from octavo.protocol.model_files.weight_files import BIN_FILE, BIN_INDEX_FILE
 
 
 def as_torch_files(directory: Path, num_files: int = 1) -> Path:

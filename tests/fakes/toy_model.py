@@ -4,8 +4,8 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from protocol.messages import Logprobs, pack_ids
-from protocol.sampling import Sampling
+from octavo.protocol.messages import Logprobs, pack_ids
+from octavo.protocol.sampling import Sampling
 
 VOCAB_SIZE = 1000
 EOS_TOKEN_ID = 0

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from protocol.lifeline import Lifeline
+from octavo.protocol.lifeline import Lifeline
 
 LONGEST_PAUSE_S = 0.05
 

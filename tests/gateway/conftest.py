@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.text.tokenizer import Tokenizer
 from tests.fakes.fake_scheduler import FakeScheduler, computed_reply
 from tests.fakes.gateway_server import Served, serving
 from tests.fakes.model_directories import (

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from octavo.gateway.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.fakes.model_directories import CHAT_TEMPLATE
 
 SHOW = "{% for m in messages %}[{{ m['role'] }}:{{ m['content'] }}]{% endfor %}"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from gateway.asking.choices import Choices, TokenCounts
-from gateway.asking.events import Content, NewSplitter, Part, PlainText
-from gateway.link.client import SchedulerClient
-from gateway.link.engine import Engine, GenerationRequest, Prompt
-from gateway.measuring.metrics import Metrics, observers
-from gateway.text.delta import Delta, Whole
-from gateway.text.tokenizer import Tokenizer
-from protocol.sampling import Sampling
+from octavo.gateway.asking.choices import Choices, TokenCounts
+from octavo.gateway.asking.events import Content, NewSplitter, Part, PlainText
+from octavo.gateway.link.client import SchedulerClient
+from octavo.gateway.link.engine import Engine, GenerationRequest, Prompt
+from octavo.gateway.measuring.metrics import Metrics, observers
+from octavo.gateway.text.delta import Delta, Whole
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.model_directories import write_tiny_model
 from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config

@@ -1,8 +1,8 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.text.detokenizer import MAX_UNDECIDED_TOKENS
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.text.detokenizer import MAX_UNDECIDED_TOKENS
+from octavo.gateway.text.tokenizer import Tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60) | st.text("a 🫠🥹龜é\u200d\ufffd\n", max_size=40)
 

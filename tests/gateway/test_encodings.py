@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from gateway.asking.encodings import MAX_ENCODINGS, NUM_THREADS, Encodings
-from gateway.request_error import RequestError
-from gateway.text.steps import Steps, finished
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.asking.encodings import MAX_ENCODINGS, NUM_THREADS, Encodings
+from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.steps import Steps, finished
+from octavo.gateway.text.tokenizer import Tokenizer
 from tests.fakes.counted_work import Work
 
 

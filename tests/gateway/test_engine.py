@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.link.client import SchedulerClient
-from gateway.link.engine import (
+from octavo.gateway.link.client import SchedulerClient
+from octavo.gateway.link.engine import (
     Delta,
     Engine,
     Generation,
@@ -18,9 +18,9 @@ from gateway.link.engine import (
     Refused,
     Unavailable,
 )
-from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
-from protocol.sampling import Sampling
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.messages import Abort, Admitted, Hello, Outputs, Rejected, Stats, Submit, unpack_ids
+from octavo.protocol.sampling import Sampling
 from tests.fakes.fake_scheduler import FakeScheduler, Faults, LoseFirst, running
 
 

@@ -7,8 +7,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from gateway.http.app import ROUTES
-from protocol.messages import Submit
+from octavo.gateway.http.app import ROUTES
+from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Submit
+from octavo.protocol.messages import Submit
 from tests.fakes.gateway_server import MODEL, Served, chat
 from tests.fakes.model_directories import IM_END, text_ids
 

@@ -7,7 +7,7 @@ import msgspec
 import openai
 import pytest
 
-from protocol.messages import Rejected, Submit
+from octavo.protocol.messages import Rejected, Submit
 from tests.fakes.gateway_server import Served, chat, completion
 from tests.fakes.model_directories import text_ids
 

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.http.sse import EventStream
-from gateway.openai.chunk_writer import DONE
+from octavo.gateway.http.sse import EventStream
+from octavo.gateway.openai.chunk_writer import DONE
 
 
 class Exchange:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from protocol.messages import Rejected, Submit
+from octavo.protocol.messages import Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, chat, completion, serving
 
@@ -86,14 +86,16 @@ async def test_what_is_no_http_is_answered_with_an_id(served: Served) -> None:
 async def test_the_log_has_a_request_s_id(
     tiny_model: Path, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG, "gateway")
+    caplog.set_level(logging.DEBUG, "octavo.gateway")
     async with serving(tiny_model, scheduler) as served:
         await served.http.get("/v1/models/a%0Ab", headers={"x-request-id": "abc"})
         failing = asyncio.create_task(served.post(CHAT, chat(max_tokens=400), **{"x-request-id": "failing"}))
         await scheduler.wait_for(Submit, 1)
         scheduler.fail("out of luck")
         assert (await failing).status_code == 500
-    lines = [(record.levelname, record.getMessage()) for record in caplog.records if record.name.startswith("gateway")]
+    lines = [
+        (record.levelname, record.getMessage()) for record in caplog.records if record.name.startswith("octavo.gateway")
+    ]
     assert ("DEBUG", r"request abc: GET /v1/models/a\nb: 404") in lines
     assert ("WARNING", f"request failing: POST {CHAT}: 500") in lines
 

@@ -1,4 +1,4 @@
-"""Clients that leave, at any moment and in any way: the log of `python -m gateway` has no traceback of it."""
+"""Clients that leave, at any moment and in any way: the log of `python -m octavo.gateway` has no traceback of it."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.messages import Submit
+from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat, completion
 from tests.fakes.model_directories import VOCAB_SIZE

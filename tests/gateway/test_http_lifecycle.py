@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from protocol.messages import Abort, Rejected, Submit
+from octavo.protocol.messages import Abort, Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, chat, completion, dechunked, parse_events, serving
 
@@ -208,7 +208,7 @@ async def test_the_log_says_when_the_model_is_ready_and_when_it_no_longer_is(
     tiny_model: Path, scheduler: FakeScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler.can_progress = False
-    with caplog.at_level("INFO", "gateway.link.client"):
+    with caplog.at_level("INFO", "octavo.gateway.link.client"):
         async with serving(tiny_model, scheduler):
             for can_progress in (True, False, True):
                 said = len(caplog.messages)

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.http.generate import SHORT_BYTES
-from gateway.long_bodies import MAX_BODIES
-from protocol.messages import Submit
+from octavo.gateway.http.generate import SHORT_BYTES
+from octavo.gateway.long_bodies import MAX_BODIES
+from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, completion, serving
 from tests.fakes.model_directories import VOCAB_SIZE
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def reader_pids() -> list[int]:
     """Return the processes that read long bodies for gateways in this one."""
     shown = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "-m gateway.reader" in line]
+    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "-m octavo.gateway.reader" in line]
 
 
 @asynccontextmanager

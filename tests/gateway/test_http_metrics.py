@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.measuring.engine_metrics import HISTOGRAMS
-from protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_SEQS, Histogram
-from protocol.messages import Abort, EngineHistograms, HistogramCounts, Stats, Submit, encode
+from octavo.gateway.measuring.engine_metrics import HISTOGRAMS
+from octavo.protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_SEQS, Histogram
+from octavo.protocol.messages import Abort, EngineHistograms, HistogramCounts, Stats, Submit, encode
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import MODEL, Served, chat, completion, serving
 

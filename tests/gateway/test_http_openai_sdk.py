@@ -6,7 +6,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from protocol.messages import Rejected
+from octavo.protocol.messages import Rejected
 from tests.fakes.gateway_server import MODEL, Served
 from tests.fakes.model_directories import IM_END, text_ids
 

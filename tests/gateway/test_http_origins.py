@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from protocol.messages import Submit
-from protocol.settings.loading import load_config
+from octavo.protocol.messages import Submit
+from octavo.protocol.settings.loading import load_config
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.version import __version__
+from octavo.protocol.version import __version__
 from tests.fakes.gateway_server import MODEL, Served
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

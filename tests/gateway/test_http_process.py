@@ -1,4 +1,4 @@
-"""`python -m gateway` as a process: what it says, how it stops, what it refuses, what it does not load."""
+"""`python -m octavo.gateway` as a process: what it says, how it stops, what it refuses, what it does not load."""
 
 import os
 import re
@@ -17,15 +17,15 @@ import httpx
 import openai
 import pytest
 
+from octavo.protocol.config import Config
 from octavo.serving.listening import is_healthy as is_healthy_at
 from octavo.serving.processes import Process
-from protocol.config import Config
 from tests.fakes.fake_scheduler import FakeScheduler, running
 from tests.fakes.gateway_server import chat
 from tests.fakes.model_directories import VOCAB_SIZE
 from tests.fakes.waiting import has_beaten, wait_until
 
-COMMAND = [sys.executable, "-P", "-m", "gateway"]
+COMMAND = [sys.executable, "-P", "-m", "octavo.gateway"]
 ROOT = Path(__file__).parents[2]
 
 
@@ -186,7 +186,7 @@ def test_a_setting_that_cannot_be_is_one_line(tiny_model: Path, settings: dict[s
 
 def test_it_never_loads_torch(tiny_model: Path) -> None:
     program = (
-        "import sys; from gateway.http.app import create_app; from protocol.config import Config;"
+        "import sys; from octavo.gateway.http.app import create_app; from octavo.protocol.config import Config;"
         f"create_app(Config(model={str(tiny_model)!r}));"
         "assert 'transformers' in sys.modules and 'torch' not in sys.modules"
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Submit
+from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, serving
 from tests.fakes.model_directories import IM_END, write_tiny_model

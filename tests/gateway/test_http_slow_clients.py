@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.http.body_limits import BodyTimes
-from gateway.http.http_protocol import PIECE_BYTES, BoundedHttpProtocol
+from octavo.gateway.http.body_limits import BodyTimes
+from octavo.gateway.http.http_protocol import PIECE_BYTES, BoundedHttpProtocol
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
 

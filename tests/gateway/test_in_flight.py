@@ -1,8 +1,8 @@
 import msgspec
 import pytest
 
-from gateway.link.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, Event, InFlight
-from protocol.messages import (
+from octavo.gateway.link.in_flight import GAP_HELLO_INTERVAL_S, HELLO_INTERVAL_S, Event, InFlight
+from octavo.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
     Admitted,
@@ -18,7 +18,7 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import Sampling
+from octavo.protocol.sampling import Sampling
 from tests.fakes.toy_model import logprobs_of
 
 SUBMIT = Submit("r", 0, pack_ids([1, 2]), Sampling(max_tokens=9, seed=3))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.listener import listen, turn_away
+from octavo.gateway.http.listener import listen, turn_away
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import serving
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.openai.logprobs import CompletionLogprobsWriter
-from gateway.text.delta import TokenLogprob
-from gateway.text.tokenizer import Tokenizer
+from octavo.gateway.openai.logprobs import CompletionLogprobsWriter
+from octavo.gateway.text.delta import TokenLogprob
+from octavo.gateway.text.tokenizer import Tokenizer
 
 
 def offsets(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:

@@ -3,9 +3,9 @@
 import asyncio
 import time
 
-from gateway.measuring.metrics import Arrival, Metrics, Observation, watch_loop
-from gateway.text.delta import Delta
-from protocol.measures import RecentMaximum
+from octavo.gateway.measuring.metrics import Arrival, Metrics, Observation, watch_loop
+from octavo.gateway.text.delta import Delta
+from octavo.protocol.measures import RecentMaximum
 
 MODEL = "tiny"
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from gateway.text.chat_template import ChatTemplate, ChatTemplateError
-from gateway.text.end_of_turn import end_of_turn
-from gateway.text.generation_config import SamplingDefaults
-from gateway.text.model_files import ModelFiles, read_model_files
-from protocol.config import Config
+from octavo.gateway.text.chat_template import ChatTemplate, ChatTemplateError
+from octavo.gateway.text.end_of_turn import end_of_turn
+from octavo.gateway.text.generation_config import SamplingDefaults
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
+from octavo.protocol.config import Config
 from tests.fakes.model_directories import write_byte_level_model
 
 
@@ -216,7 +216,7 @@ def test_what_has_no_effect_is_named_if_it_asks_for_one(directory: Path, caplog:
     read(directory)
     expected = "no effect here: no_repeat_ngram_size, num_beams, stop_strings, suppress_tokens"
     assert caplog.record_tuples == [
-        ("gateway.text.generation_config", logging.WARNING, f"{directory}/generation_config.json: {expected}")
+        ("octavo.gateway.text.generation_config", logging.WARNING, f"{directory}/generation_config.json: {expected}")
     ]
 
 

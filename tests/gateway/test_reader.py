@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gateway.reader import Jobs
-from gateway.reader_messages import Answer, Cancel, Done, Piece, Read, Wrong, decode_order, framed
-from gateway.request_error import RequestError
-from protocol.messages import Ready
+from octavo.gateway.reader import Jobs
+from octavo.gateway.reader_messages import Answer, Cancel, Done, Piece, Read, Wrong, decode_order, framed
+from octavo.gateway.request_error import RequestError
+from octavo.protocol.messages import Ready
 
 READY = Ready("i", "f", vocab_size=8, max_model_len=8, block_size=16, num_blocks=8, max_num_seqs=8)
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.text.stop_strings import StopStrings
+from octavo.gateway.text.stop_strings import StopStrings
 
 
 def brute_force(text: str, stops: list[str]) -> tuple[str, int] | None:

@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from gateway.text.steps import finished
-from gateway.text.text_cuts import SLICE_CHARACTERS, find_cuts, slices
-from gateway.text.tokenizer import Tokenizer, TooManyTokens
+from octavo.gateway.text.steps import finished
+from octavo.gateway.text.text_cuts import SLICE_CHARACTERS, find_cuts, slices
+from octavo.gateway.text.tokenizer import Tokenizer, TooManyTokens
 
 SPACE = "\u2581"
 ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.text.delta import Delta, TokenLogprob
-from gateway.text.text_stream import TextStream
-from gateway.text.tokenizer import Tokenizer
-from protocol.messages import Output, pack_ids
-from protocol.sampling import Sampling
+from octavo.gateway.text.delta import Delta, TokenLogprob
+from octavo.gateway.text.text_stream import TextStream
+from octavo.gateway.text.tokenizer import Tokenizer
+from octavo.protocol.messages import Output, pack_ids
+from octavo.protocol.sampling import Sampling
 from tests.fakes.toy_model import logprobs_of
 
 IM_END = 4

@@ -1,4 +1,4 @@
-from kernels import cpu  # before torch: one OpenMP runtime for both
+from octavo.kernels import cpu  # before torch: one OpenMP runtime for both
 
 # isort: split
 from collections.abc import Iterator

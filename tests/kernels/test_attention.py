@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from octavo.kernels import cpu, reference
 from tests.fakes.paged_batches import Sequences, paged_batch, random_sequences
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

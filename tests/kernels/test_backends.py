@@ -10,11 +10,11 @@ from typing import get_args
 import pytest
 import torch
 
-from kernels import reference
-from kernels.backend import Backend
-from kernels.choice import available_backends, choose_backend
-from kernels.gpu import NO_GPU, Gpu, find_gpu
-from protocol.config import FIELDS
+from octavo.kernels import reference
+from octavo.kernels.backend import Backend
+from octavo.kernels.choice import available_backends, choose_backend
+from octavo.kernels.gpu import NO_GPU, Gpu, find_gpu
+from octavo.protocol.config import FIELDS
 
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton"))
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.backend import MASKED_LOGIT
+from octavo.kernels import cpu, reference
+from octavo.kernels.backend import MASKED_LOGIT
 
 VOCAB = 1_000
 Edits = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -1,9 +1,9 @@
 import numpy as np
 
-from kernels.cpu.elementary import tanh
-from kernels.cpu.jit import kernel
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load, store
+from octavo.kernels.cpu.elementary import tanh
+from octavo.kernels.cpu.jit import kernel
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load, store
 
 
 @kernel(cache=False)

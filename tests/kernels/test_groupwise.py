@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.groupwise import GroupwiseWeight, concatenate, pack_codes
+from octavo.kernels import cpu, reference
+from octavo.kernels.groupwise import GroupwiseWeight, concatenate, pack_codes
 
 
 def make_weight(

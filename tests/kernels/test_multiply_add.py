@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from llvmlite import binding  # type: ignore[import-untyped]
 
-from kernels.cpu.jit import kernel
-from kernels.cpu.lanes import LANES
-from kernels.cpu.memory import load, store
-from kernels.cpu.multiply_add import bfloat16_products, integer_products
-from kernels.cpu.simd import zeros
+from octavo.kernels.cpu.jit import kernel
+from octavo.kernels.cpu.lanes import LANES
+from octavo.kernels.cpu.memory import load, store
+from octavo.kernels.cpu.multiply_add import bfloat16_products, integer_products
+from octavo.kernels.cpu.simd import zeros
 
 
 def products_of(bits: int, features: dict[str, bool]) -> Any:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from octavo.kernels import cpu, reference
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

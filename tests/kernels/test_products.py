@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
-from kernels.cpu import panel_linear, panel_products
-from kernels.cpu.multiply_add import HAS_BFLOAT16
+from octavo.kernels import cpu, reference
+from octavo.kernels.cpu import panel_linear, panel_products
+from octavo.kernels.cpu.multiply_add import HAS_BFLOAT16
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 DTYPES = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu
-from kernels.groupwise import GroupwiseWeight
+from octavo.kernels import cpu
+from octavo.kernels.groupwise import GroupwiseWeight
 
 NUM_ROWS, SIZE, BLOCK_SIZE, NUM_BLOCKS, NUM_POSITIONS, NUM_IDS = 300, 32, 4, 5, 12, 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import cpu, reference
+from octavo.kernels import cpu, reference
 
 NUM_ROWS = 64
 Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

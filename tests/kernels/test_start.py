@@ -11,16 +11,16 @@ import numba
 import pytest
 import torch
 
-from kernels import cpu
-from kernels.cpu import panel_products, program_kernels
-from kernels.cpu.checks import LIKE
-from kernels.cpu.jit import cache_directory
-from kernels.cpu.warm_up import compiling_calls
+from octavo.kernels import cpu
+from octavo.kernels.cpu import panel_products, program_kernels
+from octavo.kernels.cpu.checks import LIKE
+from octavo.kernels.cpu.jit import cache_directory
+from octavo.kernels.cpu.warm_up import compiling_calls
 
 COMPUTE = """
 import {module}
 import torch
-import kernels.cpu
+import octavo.kernels.cpu
 x = torch.ones(4096, 32)
 kernels.cpu.set_num_threads(2)
 kernels.cpu.rms_norm(x, torch.ones(32), 1e-5)
@@ -29,7 +29,7 @@ print(len(kernels.cpu.jit.openmp_libraries()))
 """
 
 NORM = """
-import kernels.choice
+import octavo.kernels.choice
 import torch
 print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 """
@@ -37,10 +37,10 @@ print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 # The routine is compiled in one life of the process, what calls it in another.
 CALLS_IN_PARALLEL = """
 import sys
-import kernels.choice
+import octavo.kernels.choice
 import numba
 import numpy
-from kernels.cpu.jit import kernel, routine
+from octavo.kernels.cpu.jit import kernel, routine
 
 @routine(parallel=True)
 def double(x):
@@ -61,7 +61,10 @@ else:
 """
 
 
-@pytest.mark.parametrize("module", ["kernels.choice", "executor.dry_run", "executor.precompile", "bench.gpu_check"])
+@pytest.mark.parametrize(
+    "module",
+    ["octavo.kernels.choice", "octavo.executor.dry_run", "octavo.executor.precompile", "octavo.bench.gpu_check"],
+)
 def test_numba_and_torch_share_one_openmp_runtime(module: str) -> None:
     finished = _run(COMPUTE.format(module=module))
     assert finished.stdout.split() == ["1"]

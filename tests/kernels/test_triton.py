@@ -14,7 +14,7 @@ import pytest
 if find_spec("triton") is None:
     pytest.skip("there is no Triton for this platform", allow_module_level=True)
 
-from kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, shipped, table
+from octavo.kernels.triton.compile import MODULES, TARGETS, Usage, configurations, misfits, shipped, table
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900.0  # both at once took nine minutes where five others worked for every processor
@@ -42,7 +42,7 @@ def both_ways() -> Iterator[dict[str, Future[Finished]]]:
     interpreted = ("pytest", "tests/kernels/triton", "-q", "-p", "no:cacheprovider")
     with ThreadPoolExecutor() as pool:
         yield {
-            "compiled": pool.submit(run, "kernels.triton.compile", "--jobs", "2"),
+            "compiled": pool.submit(run, "octavo.kernels.triton.compile", "--jobs", "2"),
             "interpreted": pool.submit(run, *interpreted, TRITON_INTERPRET="1"),
         }
 
@@ -89,6 +89,6 @@ def test_what_spills_or_does_not_fit_is_named() -> None:
 
 
 def test_what_is_interpreted_is_not_compiled() -> None:
-    finished = run("kernels.triton.compile", TRITON_INTERPRET="1")
+    finished = run("octavo.kernels.triton.compile", TRITON_INTERPRET="1")
     assert finished.returncode == 2
     assert "unset it" in finished.stdout

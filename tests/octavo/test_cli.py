@@ -13,8 +13,8 @@ from octavo import __version__
 from octavo.cli import build_parser, main
 from octavo.commands.flags import read_config
 from octavo.models.resolve import resolve_model
+from octavo.protocol.config import FIELDS
 from octavo.python.settings import LAUNCHER_FIELDS
-from protocol.config import FIELDS
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,9 +152,11 @@ def test_pull_prints_the_directory(demo_directory: Path, capsys: pytest.CaptureF
     ],
 )
 def test_each_process_has_a_help_of_its_own(role: str, flag: str, meant: str) -> None:
-    done = subprocess.run([sys.executable, "-m", role, "--help"], capture_output=True, text=True, check=True)
-    assert f"python -m {role}" in done.stdout
-    wrong = subprocess.run([sys.executable, "-m", role, flag, "1"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"octavo.{role}", "--help"], capture_output=True, text=True, check=True
+    )
+    assert f"python -m octavo.{role}" in done.stdout
+    wrong = subprocess.run([sys.executable, "-m", f"octavo.{role}", flag, "1"], capture_output=True, text=True)
     assert wrong.returncode == 2
     assert f"did you mean {meant}?" in wrong.stderr
 
@@ -239,7 +241,9 @@ def test_the_key_of_another_server_is_no_key_here(
 @pytest.mark.parametrize("role", ["gateway", "scheduler"])
 def test_an_address_that_is_none_is_refused(role: str) -> None:
     flag = "--schedulers" if role == "gateway" else "--frontend-address"
-    done = subprocess.run([sys.executable, "-m", role, flag, "localhost:5555"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"octavo.{role}", flag, "localhost:5555"], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "takes an address such as ipc://" in done.stderr
 
@@ -247,7 +251,7 @@ def test_an_address_that_is_none_is_refused(role: str) -> None:
 @pytest.mark.parametrize(("level", "said"), [("info", ["ours"]), ("debug", ["ours", "theirs"]), ("error", [])])
 def test_the_log_is_ours_unless_all_is_asked_for(level: str, said: list[str]) -> None:
     program = (
-        "import logging; from protocol.process import configure_logging; "
+        "import logging; from octavo.protocol.process import configure_logging; "
         f"configure_logging('x', {level!r}); "
         "logging.getLogger('octavo.serving.launcher').info('ours'); logging.getLogger('uvicorn.error').info('theirs')"
     )

@@ -17,7 +17,7 @@ from octavo.cli import main
 from octavo.errors import ModelError
 from octavo.models.demo import DEMO_NAME, demo_gguf, extract_gguf
 from octavo.models.resolve import ResolvedModel, resolve_config, resolve_config_of, resolve_model, resolve_model_of
-from protocol.settings.loading import load_config
+from octavo.protocol.settings.loading import load_config
 
 
 @pytest.fixture(scope="module")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from gateway.link.client import SchedulerClient
-from gateway.link.engine import Engine
-from gateway.text.model_files import ModelFiles, read_model_files
 from octavo.errors import GenerationFailedError
+from octavo.gateway.link.client import SchedulerClient
+from octavo.gateway.link.engine import Engine
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
+from octavo.protocol.config import Config
+from octavo.protocol.messages import Abort, Hello, Rejected, Submit
 from octavo.python.generating import Generating
 from octavo.python.outputs import RequestOutput
 from octavo.python.preparation import Preparation, PreparedRequest
 from octavo.python.sampling_params import SamplingParams
-from protocol.config import Config
-from protocol.messages import Abort, Hello, Rejected, Submit
 from tests.fakes.fake_scheduler import FakeScheduler, computed_reply, running
 from tests.fakes.model_directories import text_ids, write_tiny_model
 

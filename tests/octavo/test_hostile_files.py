@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from executor.gguf import read_index
-from executor.models import read_model_config
-from gateway.text.model_files import read_model_files
 from octavo.errors import ModelError
+from octavo.executor.gguf import read_index
+from octavo.executor.models import read_model_config
+from octavo.gateway.text.model_files import read_model_files
 from octavo.models.convert.header import read_header
 from octavo.models.resolve import resolve_model
-from protocol.config import Config
-from protocol.model_files.bounded import LARGEST_BYTES, LARGEST_LIST_BYTES
+from octavo.protocol.config import Config
+from octavo.protocol.model_files.bounded import LARGEST_BYTES, LARGEST_LIST_BYTES
 from tests.fakes.commands import start
 from tests.fakes.model_directories import write_byte_level_model
 from tests.fakes.raw_gguf import ARCHITECTURE, ARRAY, STRING, UINT8, UINT32, array, gguf_bytes, key, tensor, text

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gateway.text.model_files import read_model_files
-from protocol.config import Config
+from octavo.gateway.text.model_files import read_model_files
+from octavo.protocol.config import Config
 from tests.fakes.fake_hub import COMMIT, FakeHub, running
 from tests.fakes.model_directories import write_byte_level_model
 from tests.fakes.safetensors_files import NO_TENSORS

@@ -6,10 +6,10 @@ import shlex
 import pytest
 
 from octavo.errors import LaunchError
+from octavo.protocol.config import Config
+from octavo.protocol.tcp import bind
 from octavo.serving.launcher import ready_text
 from octavo.serving.listening import server_url, with_ports
-from protocol.config import Config
-from protocol.tcp import bind
 
 
 @pytest.mark.parametrize("name", ["tiny", "it's", 'a "b" \\c', "two\nlines", "é"])

@@ -13,13 +13,13 @@ import regex
 import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from gateway.text.model_files import ModelFiles, read_model_files
-from gateway.text.tokenizer import BYTES_OF_CHARACTERS
 from octavo.errors import ModelError
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
+from octavo.gateway.text.tokenizer import BYTES_OF_CHARACTERS
 from octavo.models.convert.tokenizer import SPLITS
 from octavo.models.older.sentencepiece import build_bpe, read_sentencepiece
 from octavo.models.resolve import resolve_model
-from protocol.config import Config
+from octavo.protocol.config import Config
 
 CORPUS = ["the quick brown fox jumps over the lazy dog, 你好世界", "people stop here: hello 你好 and 问：答："] * 20
 TEXTS = [

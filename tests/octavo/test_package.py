@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol.extras import EXTRAS
-from protocol.version import __version__
+from octavo.protocol.extras import EXTRAS
+from octavo.protocol.version import __version__
 from tests.fakes.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -180,8 +180,8 @@ def test_the_command_runs_outside_the_checkout(
             'octavo: octavo bench serve needs aiohttp, {}: pip install ".[bench]"\n',
         ),
         (["octavo", "pull"], 1, 'octavo: octavo pull needs gguf, {}: pip install ".[gateway]"\n'),
-        (["gateway"], 2, 'python -m gateway: it needs gguf, {}: pip install ".[gateway]"\n'),
-        (["executor"], 2, 'python -m executor: it needs torch, {}: pip install ".[executor]"\n'),
+        (["octavo.gateway"], 2, 'python -m octavo.gateway: it needs gguf, {}: pip install ".[gateway]"\n'),
+        (["octavo.executor"], 2, 'python -m octavo.executor: it needs torch, {}: pip install ".[executor]"\n'),
     ],
 )
 def test_a_missing_extra_is_one_sentence(
@@ -198,11 +198,11 @@ def test_a_missing_extra_is_one_sentence(
 def test_the_base_has_a_scheduler_and_a_supervisor_and_knows_what_llm_lacks(
     installation: Installation, tmp_path: Path
 ) -> None:
-    for module in ("scheduler.server", "octavo.serving.supervise", "octavo.cli"):
+    for module in ("octavo.scheduler.server", "octavo.serving.supervise", "octavo.cli"):
         done = installation.run(installation.bare, "-c", f"import {module}", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
     done = installation.run(installation.bare, "-c", "from octavo import LLM", cwd=tmp_path)
-    assert done.stderr.splitlines()[-1].startswith("protocol.extras.MissingExtraError: octavo.LLM needs gguf, ")
+    assert done.stderr.splitlines()[-1].startswith("octavo.protocol.extras.MissingExtraError: octavo.LLM needs gguf, ")
 
 
 @pytest.mark.parametrize("package", EXTRA_OF)

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from gateway.text.model_files import ModelFiles, read_model_files
+from octavo.gateway.text.model_files import ModelFiles, read_model_files
+from octavo.protocol.config import Config
+from octavo.protocol.messages import Ready
 from octavo.python.preparation import Preparation, one_each, split_conversations, split_prompts
 from octavo.python.sampling_params import SamplingParams
-from protocol.config import Config
-from protocol.messages import Ready
 from tests.fakes.model_directories import text_ids, write_metaspace_model, write_tiny_model
 
 READY = Ready("s", "fingerprint", 1024, 64, 16, 100, 8)

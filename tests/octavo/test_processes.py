@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from octavo.errors import LaunchError
+from octavo.protocol.config import Config
 from octavo.serving.processes import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
@@ -19,7 +20,6 @@ from octavo.serving.processes import (
     Processes,
     end_processes,
 )
-from protocol.config import Config
 
 
 def ended_process(code: str) -> Process:
@@ -195,7 +195,7 @@ def test_the_wait_for_streams_is_the_gateway_s_alone(role: str, expected_s: floa
 
 def test_a_terminal_obeys_nothing_in_the_log() -> None:
     code = (
-        "import logging; from protocol.process import configure_logging; configure_logging('octavo', 'info');"
+        "import logging; from octavo.protocol.process import configure_logging; configure_logging('octavo', 'info');"
         "logging.getLogger('octavo').info('a %s', 'title\\x1b]0;x\\x07\\n\\tb\\x9b')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -6,8 +6,8 @@ import typing
 
 import pytest
 
-from gateway.openai.types import CommonRequest, OnlyNeutral
 from octavo import SamplingParams
+from octavo.gateway.openai.types import CommonRequest, OnlyNeutral
 
 
 def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from octavo import LLM, AsyncLLM
 from octavo.commands import serve
+from octavo.protocol.config import FIELDS, ConfigError
 from octavo.python.settings import LAUNCHER_FIELDS, config_of, wants_http
-from protocol.config import FIELDS, ConfigError
 
 
 def flags_of_serve() -> set[str]:

@@ -7,10 +7,10 @@ import pytest
 
 from octavo import LLM
 from octavo.cli import build_parser, main
-from protocol.config import FIELDS
-from protocol.settings.flags import flag_name
-from protocol.settings.other_servers import OTHER_NAMES, SENTENCES, sentence
-from protocol.settings.suggestions import setting_suggestion, suggestion
+from octavo.protocol.config import FIELDS
+from octavo.protocol.settings.flags import flag_name
+from octavo.protocol.settings.other_servers import OTHER_NAMES, SENTENCES, sentence
+from octavo.protocol.settings.suggestions import setting_suggestion, suggestion
 
 # https://docs.vllm.ai/en/latest/cli/serve/, with its short flags and the options that older guides have
 VLLM_FLAGS = Path(__file__).with_name("vllm_serve_flags.txt").read_text().split()

@@ -73,7 +73,7 @@ def test_orphans_are_reaped_and_signals_passed_on(number: signal.Signals, tmp_pa
 
 
 def test_a_process_that_does_not_end_when_asked_is_killed(tmp_path: Path) -> None:
-    code = "import sys; from octavo.serving.supervise import supervise; sys.exit(supervise(sys.argv[1:], 60, stop_grace_s=0.2))"
+    code = "import sys, octavo.serving.supervise as s; sys.exit(s.supervise(sys.argv[1:], 9, stop_grace_s=.2))"
     supervisor = subprocess.Popen([sys.executable, "-c", code, *child("ignores", tmp_path)])
     wait_until((tmp_path / "ready").exists, 30)
     supervisor.terminate()
@@ -142,7 +142,7 @@ def test_why_a_rank_refuses_comes_last(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     *others, last = done.stderr.splitlines()
-    assert last == "python -m executor: there is no room: make some"
+    assert last == "python -m octavo.executor: there is no room: make some"
     assert set(others) == {"still here"}
 
 

@@ -26,7 +26,7 @@ def test_a_user_without_home_or_name_is_told_what_to_do(command: tuple[str, ...]
 
 
 def test_the_home_of_nobody_is_that_of_containers() -> None:
-    code = "import os; os.getuid = lambda: 4_242_424\nfrom protocol.process import know_home; know_home()\n"
+    code = "import os; os.getuid = lambda: 4_242_424\nfrom octavo.protocol.process import know_home; know_home()\n"
     shown = "from octavo.models.cache import models_directory; print(os.environ['HOME'], models_directory())"
     assert run(code=code + shown).stdout.split() == ["/", "/.cache/octavo/models"]
     assert run(code=code + shown, HOME="/h").stdout.split()[0] == "/h"
@@ -40,9 +40,9 @@ READ_SETTINGS = (
     *(f"octavo {command} -q hi --url {NO_SERVER}/v1" for command in ("chat", "complete")),
     *(f"octavo {command} -q hi ./nowhere" for command in ("chat", "complete")),
     f"octavo bench serve --base-url {NO_SERVER}",
-    "octavo supervise -- python -m gateway --model ./nowhere",
-    *("gateway --model ./nowhere", "executor --model ./nowhere"),
-    f"scheduler --frontend-address {NO_ADDRESS} --insecure-links",
+    "octavo supervise -- python -m octavo.gateway --model ./nowhere",
+    *("octavo.gateway --model ./nowhere", "octavo.executor --model ./nowhere"),
+    f"octavo.scheduler --frontend-address {NO_ADDRESS} --insecure-links",
 )
 
 
@@ -65,10 +65,10 @@ def test_each_that_reads_settings_names_once_what_has_no_effect(command: str, tm
 
 def test_a_directory_for_sockets_that_is_none_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    code = "from scheduler.__main__ import main; raise SystemExit(main())"
+    code = "from octavo.scheduler.__main__ import main; raise SystemExit(main())"
     done = run(code=code, XDG_RUNTIME_DIR=str(tmp_path / "file"))
     assert done.returncode == 2
-    assert done.stderr.startswith("python -m scheduler: no directory for sockets can be made at ")
+    assert done.stderr.startswith("python -m octavo.scheduler: no directory for sockets can be made at ")
     assert done.stderr.count("\n") == 1
 
 

@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.http.listener import listen
 from octavo.cli import main
-from protocol.messages import Abort, Submit, unpack_ids
+from octavo.gateway.http.listener import listen
+from octavo.protocol.messages import Abort, Submit, unpack_ids
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, serving
 from tests.fakes.model_directories import IM_END, VOCAB_SIZE, text_ids, write_tiny_model

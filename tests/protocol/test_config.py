@@ -5,10 +5,10 @@ import argparse
 import msgspec
 import pytest
 
-from protocol.config import FIELDS, Config, ConfigError
-from protocol.settings.flags import add_flags
-from protocol.settings.loading import child_environ, load_config
-from protocol.settings.values import parse_integer
+from octavo.protocol.config import FIELDS, Config, ConfigError
+from octavo.protocol.settings.flags import add_flags
+from octavo.protocol.settings.loading import child_environ, load_config
+from octavo.protocol.settings.values import parse_integer
 
 
 def parse_flags(*arguments: str) -> dict[str, object]:

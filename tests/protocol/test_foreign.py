@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from protocol.config import FIELDS, ConfigError
-from protocol.settings.foreign import say_what_has_no_effect
-from protocol.settings.loading import load_config, refuse_foreign_keys
+from octavo.protocol.config import FIELDS, ConfigError
+from octavo.protocol.settings.foreign import say_what_has_no_effect
+from octavo.protocol.settings.loading import load_config, refuse_foreign_keys
 
 # Kubernetes sets these in every pod of a namespace with the Services octavo, octavo-gateway and octavo-metrics.
 PLATFORM = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.lifeline import INTERVAL_S, LONGEST_TURN_S, Heart, Lifeline
+from octavo.protocol.lifeline import INTERVAL_S, LONGEST_TURN_S, Heart, Lifeline
 
 
 class Tie:

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
-from protocol.config import Config
-from protocol.link_keys import check_ranks_link, client_keys, is_loopback, make_keys, server_keys
+from octavo.protocol.config import Config
+from octavo.protocol.link_keys import check_ranks_link, client_keys, is_loopback, make_keys, server_keys
 
 OPEN = ("tcp://0.0.0.0:5570", "tcp://*:5570", "tcp://[::]:5570", "tcp://scheduler:5570", "tcp://10.1.2.3:5570")
 

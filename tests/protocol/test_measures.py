@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.measures import Histogram, RecentMaximum
-from protocol.messages import HistogramCounts
+from octavo.protocol.measures import Histogram, RecentMaximum
+from octavo.protocol.messages import HistogramCounts
 
 
 def test_a_bucket_includes_its_upper_bound():

@@ -7,8 +7,8 @@ from array import array
 import msgspec
 import pytest
 
-from protocol import messages
-from protocol.messages import (
+from octavo.protocol import messages
+from octavo.protocol.messages import (
     ExecutorReady,
     Logprobs,
     SequenceInit,
@@ -18,7 +18,7 @@ from protocol.messages import (
     pack_ids,
     unpack_ids,
 )
-from protocol.sampling import Sampling
+from octavo.protocol.sampling import Sampling
 
 UNIONS = {
     "to_scheduler": (messages.ToScheduler, messages.decode_to_scheduler),

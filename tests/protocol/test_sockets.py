@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from protocol.sockets import bind_router, connect_dealer, hold_address, new_identity, try_send
+from octavo.protocol.sockets import bind_router, connect_dealer, hold_address, new_identity, try_send
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_an_address_is_freed_when_its_holder_dies(tmp_path):
     address = f"ipc://{tmp_path}/private/s"
     with hold_address(address):
         pass
-    code = f"import os; from protocol.sockets import hold_address; hold_address({address!r}).__enter__(); os._exit(0)"
+    code = f"import os; from octavo.protocol import sockets; sockets.hold_address({address!r}).__enter__(); os._exit(0)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
     with hold_address(address):
         pass

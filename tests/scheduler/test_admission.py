@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from protocol.messages import Submit, pack_ids
-from protocol.sampling import Sampling
-from scheduler.admission import SubmitError, make_prompt, make_sequence
+from octavo.protocol.messages import Submit, pack_ids
+from octavo.protocol.sampling import Sampling
+from octavo.scheduler.admission import SubmitError, make_prompt, make_sequence
 
 GOOD = Submit(
     "r",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.blocks import BlockManager
+from octavo.scheduler.blocks import BlockManager
 
 
 def test_blocks_go_around() -> None:

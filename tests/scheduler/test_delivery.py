@@ -5,10 +5,10 @@ from array import array
 
 import pytest
 
-from protocol.messages import Hello, Logprobs, Output, Submit, encode, pack_ids, unpack_ids
-from protocol.sampling import Sampling
-from scheduler.delivery import MAX_OUTPUTS_BYTES, Ledger
-from scheduler.scheduler import Update
+from octavo.protocol.messages import Hello, Logprobs, Output, Submit, encode, pack_ids, unpack_ids
+from octavo.protocol.sampling import Sampling
+from octavo.scheduler.delivery import MAX_OUTPUTS_BYTES, Ledger
+from octavo.scheduler.scheduler import Update
 
 GATEWAY = b"gateway"
 

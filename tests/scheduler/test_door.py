@@ -8,12 +8,12 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from protocol.handshakes import HandshakeWatch
-from protocol.link_keys import ClientKeys, KeyPair, client_keys, make_keys, server_keys
-from protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, encode
-from protocol.sampling import Sampling
-from protocol.sockets import bind_router, connect_dealer, new_identity, try_send
-from scheduler.probe import ask
+from octavo.protocol.handshakes import HandshakeWatch
+from octavo.protocol.link_keys import ClientKeys, KeyPair, client_keys, make_keys, server_keys
+from octavo.protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, encode
+from octavo.protocol.sampling import Sampling
+from octavo.protocol.sockets import bind_router, connect_dealer, new_identity, try_send
+from octavo.scheduler.probe import ask
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway
 from tests.fakes.scheduler_thread import SchedulerThread, toy_config

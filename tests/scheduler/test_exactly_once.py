@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import Config
-from protocol.sampling import Sampling
+from octavo.protocol.config import Config
+from octavo.protocol.sampling import Sampling
 from tests.fakes.chaos_proxy import ChaosProxy
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway, Stream

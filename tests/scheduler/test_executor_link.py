@@ -2,9 +2,9 @@
 
 import pytest
 
-from protocol.messages import ExecutorReady, NeedInit, Progress, StepResult, Welcome
-from scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
-from scheduler.predictor import StepSize
+from octavo.protocol.messages import ExecutorReady, NeedInit, Progress, StepResult, Welcome
+from octavo.scheduler.executor_link import Arrival, ExecutorLink, LinkState, SentStep
+from octavo.scheduler.predictor import StepSize
 
 SIZE = StepSize(1, 1)
 

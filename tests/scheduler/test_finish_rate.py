@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.finish_rate import FinishRate
+from octavo.scheduler.finish_rate import FinishRate
 
 
 def test_retry_after():

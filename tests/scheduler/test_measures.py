@@ -1,10 +1,10 @@
 """How long requests wait and run, by a clock that the test sets."""
 
-from protocol.messages import HistogramCounts, SequenceInit, SequenceStep
-from protocol.sampling import Sampling
-from scheduler.interface import Update
-from scheduler.measures import Measures
-from scheduler.predictor import StepSize
+from octavo.protocol.messages import HistogramCounts, SequenceInit, SequenceStep
+from octavo.protocol.sampling import Sampling
+from octavo.scheduler.interface import Update
+from octavo.scheduler.measures import Measures
+from octavo.scheduler.predictor import StepSize
 
 INIT = SequenceInit(Sampling(max_tokens=4, seed=1), 1)
 

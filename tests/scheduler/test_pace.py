@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.pace import Pace
-from scheduler.predictor import StepPredictor, StepSize, step_size
+from octavo.scheduler.pace import Pace
+from octavo.scheduler.predictor import StepPredictor, StepSize, step_size
 from tests.scheduler.test_predictor import share
 
 BLOCK_SIZE = 16

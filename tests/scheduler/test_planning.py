@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.messages import SequenceResult, StepResult, pack_ids
-from scheduler.scheduler import PlannedStep
+from octavo.protocol.messages import SequenceResult, StepResult, pack_ids
+from octavo.scheduler.scheduler import PlannedStep
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 

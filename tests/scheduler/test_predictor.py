@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.messages import SequenceStep, pack_ids
-from scheduler.predictor import StepPredictor, StepSize, step_size
+from octavo.protocol.messages import SequenceStep, pack_ids
+from octavo.scheduler.predictor import StepPredictor, StepSize, step_size
 
 DECODE = StepSize(8, 8)
 PREFILL = StepSize(8, 300, num_prompt_seqs=1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.tenants import TenantUsage
+from octavo.scheduler.tenants import TenantUsage
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import pack_ids
-from scheduler.prefix import block_hash, root_hash
+from octavo.protocol.messages import pack_ids
+from octavo.scheduler.prefix import block_hash, root_hash
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 PREFIX = [(7 * i + i // 5) % 50 for i in range(512)]

@@ -1,11 +1,11 @@
-"""`python -m scheduler.probe`: ready means that a scheduler answers and its executor is alive."""
+"""`python -m octavo.scheduler.probe`: ready means that a scheduler answers and its executor is alive."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from scheduler.probe import ask, reachable
+from octavo.scheduler.probe import ask, reachable
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config
 from tests.fakes.waiting import wait_until
@@ -25,7 +25,7 @@ def test_it_tells_a_loading_executor_from_one_that_serves_and_one_that_is_gone()
 
 def probe(**settings: str) -> "subprocess.CompletedProcess[str]":
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OCTAVO_")}
-    command = [sys.executable, "-m", "scheduler.probe"]
+    command = [sys.executable, "-m", "octavo.scheduler.probe"]
     return subprocess.run(command, cwd=ROOT, env=kept | settings, capture_output=True, text=True)
 
 

@@ -1,4 +1,4 @@
-"""`python -m scheduler` as a process: its settings, its signals, its death."""
+"""`python -m octavo.scheduler` as a process: its settings, its signals, its death."""
 
 import os
 import signal
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.lifeline import LIFELINE_FLAG, Lifeline
-from protocol.sampling import Sampling
+from octavo.protocol.lifeline import LIFELINE_FLAG, Lifeline
+from octavo.protocol.sampling import Sampling
 from tests.fakes.fake_executor import FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway
 from tests.fakes.scheduler_thread import socket_directory
@@ -34,7 +34,7 @@ def environ(directory: Path, **settings: str) -> dict[str, str]:
 
 def start(environment: dict[str, str], *arguments: str, **options) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "scheduler", *arguments],
+        [sys.executable, "-m", "octavo.scheduler", *arguments],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,

@@ -6,8 +6,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
 
-from protocol.messages import SequenceResult, StepResult
-from scheduler.sizes import MAX_STEP_BYTES
+from octavo.protocol.messages import SequenceResult, StepResult
+from octavo.scheduler.sizes import MAX_STEP_BYTES
 from tests.fakes.scheduler_driver import VOCAB_SIZE, SchedulerDriver
 
 NUM_TRACES, NUM_CHUNKS = 10_000, 20

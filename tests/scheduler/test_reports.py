@@ -2,9 +2,9 @@
 
 import pytest
 
-from protocol.messages import Stats
-from scheduler.predictor import StepSize
-from scheduler.reports import StepMeter, StepTimes, describe
+from octavo.protocol.messages import Stats
+from octavo.scheduler.predictor import StepSize
+from octavo.scheduler.reports import StepMeter, StepTimes, describe
 from tests.scheduler.test_predictor import DECODE, PREFILL
 
 

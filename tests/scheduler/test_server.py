@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 import zmq
 
-from protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, Submit, encode, pack_ids
-from protocol.sampling import Sampling
-from protocol.sockets import connect_dealer
+from octavo.protocol.messages import PROTOCOL_VERSION, ExecutorReady, Hello, Submit, encode, pack_ids
+from octavo.protocol.sampling import Sampling
+from octavo.protocol.sockets import connect_dealer
 from tests.fakes.fake_executor import DEVICE_BYTES, USED_BYTES, FakeExecutor
 from tests.fakes.fake_gateway import FakeGateway, Stream
 from tests.fakes.scheduler_thread import SchedulerThread, socket_directory, toy_config

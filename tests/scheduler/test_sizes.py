@@ -2,8 +2,8 @@
 
 import pytest
 
-from protocol.messages import Step, encode
-from scheduler.limits import refusal
+from octavo.protocol.messages import Step, encode
+from octavo.scheduler.limits import refusal
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 LIMIT = 4000

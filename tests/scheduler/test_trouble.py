@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from protocol.messages import SequenceResult, StepResult
+from octavo.protocol.messages import SequenceResult, StepResult
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 

@@ -1,6 +1,6 @@
 """A client with many waiting requests takes turns with the others."""
 
-from scheduler.turns import Turns
+from octavo.scheduler.turns import Turns
 from tests.fakes.scheduler_driver import SchedulerDriver
 
 

@@ -5,8 +5,8 @@
 prove itself against transformers' own attention. Importing this package imports transformers' modelling code: seconds.
 """
 
-from executor.models.borrowed.config import BorrowedConfig, read_borrowed_config
-from executor.models.borrowed.decoder import BorrowedDecoder
-from executor.models.borrowed.loading import load_borrowed
+from octavo.executor.models.borrowed.config import BorrowedConfig, read_borrowed_config
+from octavo.executor.models.borrowed.decoder import BorrowedDecoder
+from octavo.executor.models.borrowed.loading import load_borrowed
 
 __all__ = ["BorrowedConfig", "BorrowedDecoder", "load_borrowed", "read_borrowed_config"]

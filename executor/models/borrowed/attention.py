@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from executor.inputs import StepInputs
-from executor.memory import KVCaches, KVShape
-from kernels.backend import Backend, PackedLinear
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches, KVShape
+from octavo.kernels.backend import Backend, PackedLinear
 
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from executor.inputs import StepInputs
-from executor.memory import KVCaches, KVShape
-from executor.models.borrowed.attention import CurrentStep, PagedLayer
-from executor.models.borrowed.config import BorrowedConfig
-from executor.models.interface import watch_each
-from executor.quantization import round_weight
-from kernels.backend import PackedLinear
-from kernels.groupwise import GroupwiseWeight
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import KVCaches, KVShape
+from octavo.executor.models.borrowed.attention import CurrentStep, PagedLayer
+from octavo.executor.models.borrowed.config import BorrowedConfig
+from octavo.executor.models.interface import watch_each
+from octavo.executor.quantization import round_weight
+from octavo.kernels.backend import PackedLinear
+from octavo.kernels.groupwise import GroupwiseWeight
 
 # T tokens of this step, S rows, E hidden size, N outputs, K inputs, V vocabulary
 

@@ -10,21 +10,21 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from executor.checkpoint import Checkpoint, checkpoint_files, listed
-from executor.inputs import StepInputs
-from executor.memory import allocate_kv_caches
-from executor.models.borrowed import attention
-from executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
-from executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
-from executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
-from executor.models.borrowed.notices import quiet, silence_padding_notice
-from executor.models.borrowed.quantized import StoredTensor, find_packed, pack_stored, state_to_load
-from executor.models.borrowed.rotary import make_rotary_static
-from executor.models.weights import DummyWeights
-from executor.progress import tqdm_disable
-from executor.shards import Shard
-from kernels import reference
-from kernels.backend import Backend
+from octavo.executor.checkpoint import Checkpoint, checkpoint_files, listed
+from octavo.executor.inputs import StepInputs
+from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.models.borrowed import attention
+from octavo.executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
+from octavo.executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
+from octavo.executor.models.borrowed.decoder import BorrowedDecoder, is_product, pack_products
+from octavo.executor.models.borrowed.notices import quiet, silence_padding_notice
+from octavo.executor.models.borrowed.quantized import StoredTensor, find_packed, pack_stored, state_to_load
+from octavo.executor.models.borrowed.rotary import make_rotary_static
+from octavo.executor.models.weights import DummyWeights
+from octavo.executor.progress import tqdm_disable
+from octavo.executor.shards import Shard
+from octavo.kernels import reference
+from octavo.kernels.backend import Backend
 
 # T tokens, V vocabulary
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from executor.checkpoint import Checkpoint, listed
-from executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
-from executor.models.borrowed.decoder import is_product, packed_linear
-from executor.quantization.groups import to_device
-from executor.shards import Shard
+from octavo.executor.checkpoint import Checkpoint, listed
+from octavo.executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
+from octavo.executor.models.borrowed.decoder import is_product, packed_linear
+from octavo.executor.quantization.groups import to_device
+from octavo.executor.shards import Shard
 
 
 class StoredTensor:

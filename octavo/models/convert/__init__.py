@@ -12,7 +12,7 @@ from octavo.models.convert.metadata import GGUFFile
 from octavo.models.convert.tokenizer import build_tokenizer, end_ids, tokenizer_config
 from octavo.models.convert.weights import plan_weights, write_safetensors
 from octavo.models.json_files import write_object
-from protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX
+from octavo.protocol.model_files.gguf_index import GGUF_FILE, GGUF_INDEX
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

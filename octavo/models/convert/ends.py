@@ -39,8 +39,8 @@ def end_token_ids(file: GGUFFile, tokens: list[str], special_tokens: dict[str, s
 
 def _end_of_turn(file: GGUFFile, special_tokens: dict[str, str], control: list[str]) -> str | None:
     """Return the control token with which the chat template ends an answer, if it does."""
-    from gateway.text.chat_template import ChatTemplate
-    from gateway.text.end_of_turn import end_of_turn
+    from octavo.gateway.text.chat_template import ChatTemplate
+    from octavo.gateway.text.end_of_turn import end_of_turn
 
     try:
         template = ChatTemplate(file.get("tokenizer.chat_template", str), special_tokens)

@@ -5,7 +5,7 @@ import hashlib
 from octavo.errors import ModelError
 from octavo.models.convert.metadata import GGUFFile
 from octavo.models.convert.weights import Weight
-from protocol.model_files.gguf_index import GGUF_TYPES, GGUFIndex, GGUFTensor
+from octavo.protocol.model_files.gguf_index import GGUF_TYPES, GGUFIndex, GGUFTensor
 
 # what to compute in, by the type of a plain embedding; quantized models were trained in bfloat16, mostly
 PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}

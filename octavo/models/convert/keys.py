@@ -11,7 +11,7 @@ from typing import Any
 
 from octavo.errors import ModelError
 from octavo.models.convert.metadata import GGUFFile
-from protocol.process import paragraph
+from octavo.protocol.process import paragraph
 
 logger = logging.getLogger(__name__)
 

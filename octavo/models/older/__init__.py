@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gateway.text.generation_config import said_in_config
 from octavo.errors import ModelError
+from octavo.gateway.text.generation_config import said_in_config
 from octavo.models.json_files import read_object, write_object
 from octavo.models.older.families import BuiltTokenizer, build_baichuan, build_chatglm, build_qwen
 

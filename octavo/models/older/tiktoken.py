@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.text.byte_level import BYTES_OF_CHARACTERS
 from octavo.errors import ModelError
+from octavo.gateway.text.byte_level import BYTES_OF_CHARACTERS
 from octavo.models.older.vocabulary import merges, read_vocabulary
 
 if TYPE_CHECKING:

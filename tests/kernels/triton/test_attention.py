@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.triton import attention, kv
-from kernels.triton.attention import choose_num_splits, paged_attention
-from kernels.triton.checks import FLOAT8
+from octavo.kernels import reference
+from octavo.kernels.triton import attention, kv
+from octavo.kernels.triton.attention import choose_num_splits, paged_attention
+from octavo.kernels.triton.checks import FLOAT8
 from tests.fakes.paged_batches import paged_batch, random_sequences
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels import reference, triton
-from kernels.triton.edits import BLOCK
+from octavo.kernels import reference, triton
+from octavo.kernels.triton.edits import BLOCK
 from tests.kernels.test_edits import edited, make_edits
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, triton
+from octavo.kernels import reference, triton
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 

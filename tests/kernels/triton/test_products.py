@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, triton
-from kernels.groupwise import GroupwiseWeight, pack_codes
-from kernels.triton import groupwise
+from octavo.kernels import reference, triton
+from octavo.kernels.groupwise import GroupwiseWeight, pack_codes
+from octavo.kernels.triton import groupwise
 
 FLOAT32, FLOAT16, BFLOAT16 = torch.float32, torch.float16, torch.bfloat16
 TOLERANCE = {FLOAT32: 3e-5, FLOAT16: 2e-3, BFLOAT16: 1e-2}  # of an output's rounding, for the most

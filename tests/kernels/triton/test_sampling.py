@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import philox, reference, triton
-from kernels.triton import sampling
+from octavo.kernels import philox, reference, triton
+from octavo.kernels.triton import sampling
 
 NUM_ROWS = 8
 
