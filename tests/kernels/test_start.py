@@ -20,18 +20,18 @@ from octavo.kernels.cpu.warm_up import compiling_calls
 COMPUTE = """
 import {module}
 import torch
-import octavo.kernels.cpu
+from octavo.kernels import cpu
 x = torch.ones(4096, 32)
-kernels.cpu.set_num_threads(2)
-kernels.cpu.rms_norm(x, torch.ones(32), 1e-5)
+cpu.set_num_threads(2)
+cpu.rms_norm(x, torch.ones(32), 1e-5)
 (x.T @ x).sum()
-print(len(kernels.cpu.jit.openmp_libraries()))
+print(len(cpu.jit.openmp_libraries()))
 """
 
 NORM = """
-import octavo.kernels.choice
+from octavo.kernels import cpu
 import torch
-print(kernels.cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
+print(cpu.rms_norm(torch.ones(1, 32), torch.ones(32), 0.0).max().item())
 """
 
 # The routine is compiled in one life of the process, what calls it in another.
