@@ -18,6 +18,8 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache
 
+from octavo.kernels.user_cache import user_cache
+
 # A thread that waits for work spins this long before it sleeps. OpenMP's own default, milliseconds, gains nothing on a
 # machine to itself and makes a step ten times as long where gateway, scheduler or clients want the same cores.
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -37,9 +39,7 @@ def cache_directory() -> Path:
 
     Numba notices changes in a function's own file only, not in the files it calls into; hence the digest of all.
     """
-    home = os.path.expanduser("~")  # which it stays for a user without a home
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache"))
-    base = Path(os.environ.get("NUMBA_CACHE_DIR") or user_cache / "octavo" / "numba")
+    base = Path(os.environ.get("NUMBA_CACHE_DIR") or user_cache() / "octavo" / "numba")
     sources = sorted(Path(__file__).parent.glob("*.py"))
     digest = hashlib.sha256(b"\0".join(source.read_bytes() for source in sources))
     return base / digest.hexdigest()[:16]

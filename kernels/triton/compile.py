@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 
 from octavo.kernels.triton import activations, attention, drawing, edits, groupwise, kv, norms, sampling
 from octavo.kernels.triton.configuration import Configuration
+from octavo.kernels.user_cache import user_cache
 
 MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing, edits)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
@@ -81,9 +82,7 @@ def shipped(is_complete: bool = False) -> list[tuple[Configuration, str]]:
 
 def cache_directory() -> Path:
     """Return where compiled kernels are kept: TRITON_CACHE_DIR, or a folder in the user's cache."""
-    home = os.path.expanduser("~")  # which it stays for a user without a home
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("/" if home == "~" else home, ".cache"))
-    return Path(os.environ.get("TRITON_CACHE_DIR") or user_cache / "octavo" / "triton")
+    return Path(os.environ.get("TRITON_CACHE_DIR") or user_cache() / "octavo" / "triton")
 
 
 def compile_configuration(configuration: Configuration, target: Target) -> Usage:
