@@ -25,7 +25,7 @@ from octavo.gateway.http.body import decode_body
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS, Door
 from octavo.gateway.http.service import served_name
-from octavo.gateway.reader_messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
+from octavo.gateway.reading.messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles, read_model_files
 from octavo.gateway.text.steps import Steps, next_step

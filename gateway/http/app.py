@@ -25,9 +25,9 @@ from octavo.gateway.http.request_id import RequestIds
 from octavo.gateway.http.root_path import RootPath
 from octavo.gateway.http.service import Service
 from octavo.gateway.link.engine import Engine, scheduler_addresses, scheduler_clients
-from octavo.gateway.long_bodies import LongBodies
 from octavo.gateway.measuring.engine_metrics import EngineCollector
 from octavo.gateway.measuring.metrics import Metrics, watch_loop
+from octavo.gateway.reading.long_bodies import LongBodies
 from octavo.gateway.request_error import unavailable
 from octavo.gateway.text.model_files import read_model_files
 from octavo.protocol.config import Config

@@ -15,8 +15,8 @@ from octavo.gateway.http.body_limits import Bodies
 from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED
 from octavo.gateway.http.sse import wait_for_disconnect
 from octavo.gateway.link.engine import Engine
-from octavo.gateway.long_bodies import LongBodies
 from octavo.gateway.measuring.metrics import Metrics
+from octavo.gateway.reading.long_bodies import LongBodies
 from octavo.gateway.request_error import RequestError, unavailable
 from octavo.gateway.text.model_files import ModelFiles
 from octavo.protocol.messages import Ready

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from octavo.gateway.http.generate import SHORT_BYTES
-from octavo.gateway.long_bodies import MAX_BODIES
+from octavo.gateway.reading.long_bodies import MAX_BODIES
 from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, completion, serving

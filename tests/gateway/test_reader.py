@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.gateway.reader import Jobs
-from octavo.gateway.reader_messages import Answer, Cancel, Done, Piece, Read, Wrong, decode_order, framed
+from octavo.gateway.reading.messages import Answer, Cancel, Done, Piece, Read, Wrong, decode_order, framed
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.messages import Ready
 

@@ -31,6 +31,7 @@ EXTRA_OF = {
     "executor": ("executor",),
     "kernels": ("executor",),
 }
+LIBRARIES = Path(sysconfig.get_path("purelib"))  # what this test runs with
 MARK = "PACKAGE_TEST"  # in the environment of a script and of its children
 
 SCRIPT = """
@@ -51,14 +52,13 @@ class Installation:
 
     def __init__(self, directory: Path) -> None:
         self.wheel = build_wheel(directory)
-        site_packages = Path(sysconfig.get_path("purelib"))
-        self.full = environment(directory / "full", site_packages)
+        self.full = environment(directory / "full", LIBRARIES)
         install(self.wheel, self.full)
         base = directory / "base"
         base.mkdir()
         for name in ("msgspec", "zmq", "pyzmq.libs"):
-            if (site_packages / name).exists():
-                (base / name).symlink_to(site_packages / name)
+            if (LIBRARIES / name).exists():
+                (base / name).symlink_to(LIBRARIES / name)
         self.bare = environment(directory / "bare", base, site_packages_of(self.full))
 
     def run(self, python: Path, *arguments: str, cwd: Path, **environ: str) -> "subprocess.CompletedProcess[str]":
@@ -72,7 +72,7 @@ def build_wheel(directory: Path) -> Path:
     """Build from a copy, which leaves nothing in the checkout and takes nothing that lies in it."""
     source = directory / "source"
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, source / package, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-build-isolation", "--wheel-dir", str(directory), str(source))
@@ -137,6 +137,48 @@ def test_a_script_without_a_main_guard_generates_and_leaves_nothing_behind(
     assert done.stdout.startswith("The capital of France is ")
     assert done.stdout.splitlines()[-1] == "2 [True, True]"
     wait_until(lambda: not list(marked(folder)), 10)
+
+
+def test_the_wheel_owns_one_name(installation: Installation) -> None:
+    with zipfile.ZipFile(installation.wheel) as wheel:
+        assert {name.split("/")[0] for name in wheel.namelist()} == {"octavo", f"octavo-{__version__}.dist-info"}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_package_named_as_a_folder_of_ours_is_left_alone(
+    is_first: bool, installation: Installation, tmp_path: Path
+) -> None:
+    """Hugging Face has a package `kernels`, which transformers looks for."""
+    other = tmp_path / "kernels-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(other, "w") as wheel:
+        wheel.writestr("kernels/__init__.py", "NAME = 'not ours'\n")
+        wheel.writestr("kernels-0.1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: kernels\nVersion: 0.1.0\n")
+        wheel.writestr(
+            "kernels-0.1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("kernels-0.1.0.dist-info/RECORD", "")
+    python = environment(tmp_path / "environment", LIBRARIES)
+    for wheel_file in (other, installation.wheel) if is_first else (installation.wheel, other):
+        install(wheel_file, python)
+    code = (
+        "import kernels, octavo.kernels.choice; from transformers import LlamaConfig, LlamaForCausalLM;"
+        "print(kernels.NAME, LlamaConfig().model_type, octavo.kernels.choice.CPU)"
+    )
+    done = installation.run(python, "-c", code, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "not ours llama cpu\n"), done.stderr
+
+
+def test_a_python_without_octavo_imports_transformers_in_the_checkout(tmp_path: Path) -> None:
+    """Our folders lie in its current directory, which it searches first."""
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    for path in LIBRARIES.iterdir():
+        if "octavo" not in path.name:
+            (libraries / path.name).symlink_to(path)
+    python = environment(tmp_path / "environment", libraries)
+    code = "from transformers import LlamaConfig; print(LlamaConfig().model_type)"
+    done = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, "llama\n"), done.stderr
 
 
 def marked(folder: Path) -> Iterator[int]:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from octavo.gateway.asking.asked import PromptTokens
-from octavo.gateway.reader_messages import (
+from octavo.gateway.reading.messages import (
     LENGTH_BYTES,
     Answer,
     Cancel,
