@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 import msgspec
 
 from octavo.gateway.asking.model import Model
-from octavo.gateway.asking.prepare import prepare
 from octavo.gateway.http.body import decode_body
+from octavo.gateway.http.door import Door
 from octavo.gateway.http.errors import internal_error
-from octavo.gateway.http.generate import CHAT, COMPLETIONS, Door
+from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.service import served_name
 from octavo.gateway.reading.messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
 from octavo.gateway.request_error import RequestError
@@ -33,7 +33,7 @@ from octavo.protocol.messages import pack_ids
 from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
-DOORS: dict[str, Door[Any]] = {door.id_prefix: door for door in (CHAT, COMPLETIONS)}
+DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS)}
 STEP_S = 5.0  # of processor time: of usual texts a step takes milliseconds
 UNWANTED_S = 0.5  # the same, of a step for a client that left
 LOOK_S = 0.1
@@ -136,10 +136,10 @@ def reading(files: ModelFiles) -> Start:
         served_name(body.model, read.model_names)
         yield
         model = Model(files, read.ready, draw_seed=lambda: 0)  # the gateway draws
-        prepared = yield from prepare(asked, model, request_id="")
+        prepared = yield from door.prepare(asked, model)
         body.forget_prompt()
         body.forget_advice()
-        prompts = [Tokens(read.job_id, pack_ids(each.token_ids), each.text) for each in prepared.prompts]
+        prompts = [Tokens(read.job_id, pack_ids(each.token_ids), each.text) for each in prepared]
         return [*prompts, Done(read.job_id, msgspec.json.encode(body))]
 
     return start

@@ -66,12 +66,18 @@ class AskedSampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """`n` answers to each prompt. The prompts are made as they are read, so that this can happen in a thread."""
+class AskedPrompts:
+    """Prompts alone. They are made as they are read, so that this can happen in a thread."""
 
     prompts: Iterable[AskedPrompt]
+    names: FieldNames = FieldNames()
+    keeps_text: bool = False  # the answer shows the text of the prompts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked(AskedPrompts):
+    """`n` answers to each prompt."""
+
     sampling: AskedSampling
     n: int = 1
-    names: FieldNames = FieldNames()
     cache_salt: str = ""
-    keeps_text: bool = False  # the answer shows the text of the prompts

@@ -3,29 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.gateway.asking.asked import Asked, AskedPrompt, FieldNames, PromptMessages, PromptText, PromptTokens
+from octavo.gateway.asking.asked import Asked, AskedPrompt
+from octavo.gateway.asking.encode import PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import Model
-from octavo.gateway.asking.sampling import (
-    check_text_length,
-    check_token_ids,
-    for_choice,
-    resolve_sampling,
-    too_many_tokens,
-)
+from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
 from octavo.gateway.link.engine import GenerationRequest, Prompt
 from octavo.gateway.request_error import RequestError
-from octavo.gateway.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
 from octavo.gateway.text.steps import Steps
 from octavo.gateway.text.text_cuts import SLICE_CHARACTERS
-from octavo.gateway.text.tokenizer import TooManyTokens
 from octavo.protocol.messages import excess_of_prompt_logprobs
 from octavo.protocol.sampling import Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
-    text: str | None  # None: it was given as ids, or nobody will ask for it
-    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +30,7 @@ def prepare(asked: Asked, model: Model, request_id: str, tenant: str = "") -> St
     """
     prompts, samplings, num_characters = [], [], 0
     for given in asked.prompts:
-        prompt = yield from _encode(given, model, asked.names, keeps_text=asked.keeps_text)
+        prompt = yield from _encode(given, asked, model)
         samplings.append(resolve_sampling(asked.sampling, model, len(prompt.token_ids), asked.names))
         num_characters += len(prompt.token_ids) if prompt.text is None else len(prompt.text)
         prompts.append(prompt if asked.keeps_text else PreparedPrompt(None, prompt.token_ids))
@@ -53,40 +40,22 @@ def prepare(asked: Asked, model: Model, request_id: str, tenant: str = "") -> St
     return Prepared(prompts, _requests(asked, prompts, samplings, request_id, tenant))
 
 
-def _encode(given: AskedPrompt, model: Model, names: FieldNames, *, keeps_text: bool) -> Steps[PreparedPrompt]:
-    """Return, in steps, the text and the tokens of one prompt."""
-    max_tokens, tokenizer = model.ready.max_model_len, model.files.tokenizer
-    text: str | None = None
-    try:
-        match given:
-            case PromptTokens(token_ids, text):
-                check_token_ids(token_ids, model.ready.vocab_size, names.prompt)
-            case PromptText(text, adds):
-                token_ids = yield from tokenizer.encode_steps(text, add_special_tokens=adds, max_tokens=max_tokens)
-            case PromptMessages():
-                chat = _render(model.files.chat_template, given, max_tokens, names)
-                text = chat.shown if keeps_text else None
-                yield
-                token_ids = yield from tokenizer.encode_chat_steps(chat, max_tokens=max_tokens)
-    except TooManyTokens as error:
-        raise too_many_tokens(error.at_least, max_tokens, names.prompt) from None
-    if not token_ids:
-        raise RequestError("the prompt is empty", param=names.prompt, code="invalid_value")
-    return PreparedPrompt(text, token_ids)
+def prepare_prompts(asked: Asked, model: Model) -> Steps[list[PreparedPrompt]]:
+    """Return, in steps, the prompts alone, of what passes all the checks of `prepare`."""
+    prepared = yield from prepare(asked, model, request_id="")
+    return prepared.prompts
 
 
-def _render(template: ChatTemplate, given: PromptMessages, max_model_len: int, names: FieldNames) -> RenderedChat:
-    check_text_length(sum(len(message["content"]) for message in given.messages), max_model_len, names.prompt)
+def _encode(given: AskedPrompt, asked: Asked, model: Model) -> Steps[PreparedPrompt]:
+    """Return, in steps, a prompt to generate from. Raises RequestError if it is empty, or longer than the context."""
+    max_model_len, param = model.ready.max_model_len, asked.names.prompt
     try:
-        return template.render(
-            given.messages,
-            add_generation_prompt=given.add_generation_prompt,
-            continue_final_message=given.continue_final_message,
-            template_kwargs=given.template_kwargs,
-        )
-    except ChatTemplateError as error:
-        param = "chat_template_kwargs" if given.template_kwargs else names.prompt
-        raise RequestError(str(error), param=param, code="invalid_value") from None
+        prompt = yield from encode(given, model, asked.names, max_tokens=max_model_len, keeps_text=asked.keeps_text)
+    except PromptTooLong as error:
+        raise context_length_exceeded(max_model_len, str(error), param) from None
+    if not prompt.token_ids:
+        raise RequestError("the prompt is empty", param=param, code="invalid_value")
+    return prompt
 
 
 def _requests(

@@ -11,7 +11,6 @@ from octavo.gateway.asking.asked import AskedSampling, FieldNames
 from octavo.gateway.asking.model import Model
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.generation_config import SamplingDefaults
-from octavo.gateway.text.least_tokens import MAX_CHARACTERS_PER_TOKEN
 from octavo.gateway.text.tokenizer import Tokenizer
 from octavo.protocol.sampling import Sampling
 
@@ -84,20 +83,6 @@ def for_choice(params: Sampling, index: int) -> Sampling:
         return params
     digest = hashlib.blake2b(params.seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
     return msgspec.structs.replace(params, seed=int.from_bytes(digest, "little"))
-
-
-def check_text_length(num_characters: int, max_model_len: int, prompt_is: str) -> None:
-    """Raise RequestError for messages that can only be too long, so that no template has to render them."""
-    if num_characters > max_model_len * MAX_CHARACTERS_PER_TOKEN:
-        raise context_length_exceeded(
-            max_model_len, f"the prompt has {num_characters} characters, more than that many tokens can have", prompt_is
-        )
-
-
-def too_many_tokens(at_least: int, max_model_len: int, prompt_is: str) -> RequestError:
-    """Return the error for a prompt that was not encoded to its end."""
-    reason = f"the prompt has at least {at_least} tokens, which leaves no room to generate"
-    return context_length_exceeded(max_model_len, reason, prompt_is)
 
 
 def context_length_exceeded(max_model_len: int, reason: str, param: str) -> RequestError:

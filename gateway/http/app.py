@@ -17,7 +17,7 @@ from octavo.gateway.http.auth import Authentication
 from octavo.gateway.http.body_limits import Bodies, BodyTimes
 from octavo.gateway.http.count_requests import CountRequests
 from octavo.gateway.http.errors import EXCEPTION_HANDLERS, error_response
-from octavo.gateway.http.generate import CHAT, COMPLETIONS, route_of
+from octavo.gateway.http.generate import CHAT, COMPLETIONS, generating_route
 from octavo.gateway.http.metrics_page import metrics_page
 from octavo.gateway.http.models import list_models, show_model
 from octavo.gateway.http.origins import Origins
@@ -75,8 +75,8 @@ async def show_metrics(request: Request) -> Response:
 
 
 ROUTES = [
-    Route("/v1/chat/completions", route_of(CHAT), methods=["POST"]),
-    Route("/v1/completions", route_of(COMPLETIONS), methods=["POST"]),
+    Route("/v1/chat/completions", generating_route(CHAT), methods=["POST"]),
+    Route("/v1/completions", generating_route(COMPLETIONS), methods=["POST"]),
     Route("/v1/models", list_models),
     Route("/v1/models/{id:path}", show_model),
     Route("/health", health),
@@ -138,7 +138,6 @@ def _lifespan(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
-        async with Engine(scheduler_clients(config, keys), files.tokenizer) as engine:
             reports = EngineCollector(engine, names[0])
             metrics.registry.register(reports)
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))

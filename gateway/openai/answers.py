@@ -9,8 +9,8 @@ from typing import Any
 
 from octavo.gateway.asking.asked import AskedSampling
 from octavo.gateway.asking.choices import Choices, TokenCounts
+from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event, content
-from octavo.gateway.asking.prepare import PreparedPrompt
 from octavo.gateway.openai.chunk_writer import DONE, ChunkWriter
 from octavo.gateway.openai.responses import PromptTokensDetails, RunningUsage, Usage, encode
 from octavo.gateway.openai.types import CommonRequest, stop_strings, usage_options

@@ -1,10 +1,11 @@
 """Chat completions: a body of `/v1/chat/completions` to what is asked, and events to its answer."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptMessages
+from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event, content
-from octavo.gateway.asking.prepare import PreparedPrompt
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import chat_logprobs
 from octavo.gateway.openai.responses import (
@@ -16,7 +17,7 @@ from octavo.gateway.openai.responses import (
     ChatLogprobs,
     Usage,
 )
-from octavo.gateway.openai.types import ChatRequest, check_common, refuse_unsupported, wanted_tokens
+from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, refuse_unsupported, wanted_tokens
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
@@ -41,27 +42,46 @@ def ask_chat(body: ChatRequest) -> Asked:
 
 def check_chat(body: ChatRequest) -> None:
     """Raise RequestError for what the types alone cannot say about a chat request."""
-    for index, message in enumerate(body.messages):
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
+    check_messages(body.messages, body.add_generation_prompt, body.continue_final_message)
+
+
+def check_messages(
+    messages: Sequence[ChatMessage], add_generation_prompt: bool | None, continue_final_message: bool | None
+) -> None:
+    """Raise RequestError for what the types alone cannot say about a conversation."""
+    for index, message in enumerate(messages):
         refuse_unsupported(message, f"messages[{index}].")
         if message.content is None and message.role != "assistant":
             name = f"messages[{index}].content"
             raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
-    if body.top_logprobs and not body.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
-    if body.add_generation_prompt and body.continue_final_message:
+    if add_generation_prompt and continue_final_message:
         complaint = "continue_final_message and add_generation_prompt exclude each other"
         raise RequestError(complaint, param="continue_final_message", code="invalid_value")
 
 
 def chat_prompt(body: ChatRequest) -> PromptMessages:
-    """Return the conversation. It can be long: call it in a thread."""
-    messages = [
+    """Return the conversation of a chat request. It can be long: call it in a thread."""
+    return conversation(
+        body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+    )
+
+
+def conversation(
+    messages: Sequence[ChatMessage],
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    template_kwargs: dict[str, Any] | None,
+) -> PromptMessages:
+    """Return a conversation; what is unset of it is resolved."""
+    shown = [
         {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
-        for message in body.messages
+        for message in messages
     ]
-    continues = bool(body.continue_final_message)
-    prompts_answer = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return PromptMessages(messages, prompts_answer, continues, body.chat_template_kwargs)
+    continues = bool(continue_final_message)
+    prompts_answer = not continues if add_generation_prompt is None else add_generation_prompt
+    return PromptMessages(shown, prompts_answer, continues, template_kwargs)
 
 
 class ChatRenderer(Renderer):

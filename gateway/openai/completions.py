@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
+from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event, content
-from octavo.gateway.asking.prepare import PreparedPrompt
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined
 from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage

@@ -50,10 +50,22 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continuous_usage_stats: bool | None = None  # in effect only with include_usage, as in vLLM
 
 
-class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that chat and completions share."""
+class ModelRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """A body for the model, whatever is asked of it."""
 
     model: str | None = None
+
+    def forget_prompt(self) -> None:
+        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        raise NotImplementedError
+
+    def forget_advice(self) -> None:
+        """Let go of what changes nothing, and can be long too."""
+
+
+class CommonRequest(ModelRequest, kw_only=True):
+    """The fields that chat and completions share."""
+
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None  # another name of max_tokens
@@ -116,7 +128,6 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     vllm_xargs: UnsupportedObject = None
 
     def forget_advice(self) -> None:
-        """Let go of what changes nothing, and can be long too."""
         self.user = self.metadata = self.store = self.service_tier = self.safety_identifier = None
         self.prompt_cache_key = self.prompt_cache_retention = self.prompt_cache_options = self.moderation = None
 
@@ -164,10 +175,13 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.content or ""
 
 
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 class ChatRequest(CommonRequest, kw_only=True):
     """A body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -194,7 +208,6 @@ class ChatRequest(CommonRequest, kw_only=True):
     mm_processor_kwargs: UnsupportedObject = None
 
     def forget_prompt(self) -> None:
-        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
         self.messages, self.chat_template_kwargs = [ChatMessage(role="assistant")], None
 
 
@@ -209,7 +222,6 @@ class CompletionRequest(CommonRequest, kw_only=True):
     prompt_embeds: Unsupported = None
 
     def forget_prompt(self) -> None:
-        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
         self.prompt = ""
 
 

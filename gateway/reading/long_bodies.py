@@ -59,7 +59,7 @@ class LongBodies:
     async def read(
         self, door: str, decoder: "msgspec.json.Decoder[Body]", pieces: Sequence[bytes], ready: Ready
     ) -> tuple[Body, Iterator[PromptTokens]]:
-        """Return the body in `pieces`, without its prompts, and these. `door` is the prefix of its ids.
+        """Return the body in `pieces`, without its prompts, and these. `door` is the name of the way in.
 
         Raises RequestError: also if there are too many at once (429).
         """

@@ -22,7 +22,7 @@ class Piece(Message, frozen=True):
 class Read(Message, frozen=True):
     """All of the body is there: read it."""
 
-    door: str  # the prefix of its ids
+    door: str  # its name
     model_names: tuple[str, ...]
     ready: Ready
 

@@ -94,7 +94,9 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; ids that the tokenizer does not have, have none."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        # As with encoding, the library's ways for batches alone release the GIL.
+        [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return text
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """Return a decoder for the tokens of one sequence."""
@@ -104,6 +106,10 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact name in the vocabulary."""
         return self._tokenizer.token_to_id(token)
+
+    def token_name(self, token_id: int) -> str | None:
+        """Return the exact name of a token in the vocabulary, such as "Ġthe"; None if there is no such token."""
+        return self._tokenizer.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token alone, as log probabilities name it; a part of a character is U+FFFD."""

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from octavo.gateway.http.generate import SHORT_BYTES
+from octavo.gateway.http.door import SHORT_BYTES
 from octavo.gateway.reading.long_bodies import MAX_BODIES
 from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
