@@ -25,6 +25,7 @@ from octavo.gateway.http.door import Door
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.service import served_name
+from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE
 from octavo.gateway.reading.messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles, read_model_files
@@ -33,7 +34,7 @@ from octavo.protocol.messages import pack_ids
 from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
-DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS)}
+DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE)}
 STEP_S = 5.0  # of processor time: of usual texts a step takes milliseconds
 UNWANTED_S = 0.5  # the same, of a step for a client that left
 LOOK_S = 0.1

@@ -24,6 +24,7 @@ from octavo.gateway.http.origins import Origins
 from octavo.gateway.http.request_id import RequestIds
 from octavo.gateway.http.root_path import RootPath
 from octavo.gateway.http.service import Service
+from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE, token_route
 from octavo.gateway.link.engine import Engine, scheduler_addresses, scheduler_clients
 from octavo.gateway.measuring.engine_metrics import EngineCollector
 from octavo.gateway.measuring.metrics import Metrics, watch_loop
@@ -79,6 +80,8 @@ ROUTES = [
     Route("/v1/completions", generating_route(COMPLETIONS), methods=["POST"]),
     Route("/v1/models", list_models),
     Route("/v1/models/{id:path}", show_model),
+    Route("/tokenize", token_route(TOKENIZE), methods=["POST"]),
+    Route("/detokenize", token_route(DETOKENIZE), methods=["POST"]),
     Route("/health", health),
     Route("/live", live),
     Route("/version", version),
@@ -138,6 +141,7 @@ def _lifespan(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Service]]:
+        async with Engine(scheduler_clients(config, keys), files.tokenizer) as engine:
             reports = EngineCollector(engine, names[0])
             metrics.registry.register(reports)
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
