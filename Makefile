@@ -45,7 +45,7 @@ $(STAMP): requirements.lock pyproject.toml
 
 $(COMPILED): $(STAMP) $(wildcard kernels/cpu/*.py)
 	@echo "Compiling kernels for this CPU into your cache (about half a minute, once)"
-	@$(VENV)/bin/python -m octavo.executor.precompile
+	@$(VENV)/bin/python -m octavo.executor.start.precompile
 	@touch $@
 
 serve: setup

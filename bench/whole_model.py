@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from octavo.bench.cases import Sizes
-from octavo.executor.launched import Launched
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import LoadedModel, load_model, read_model_config
-from octavo.executor.packing import ShareInputs
-from octavo.executor.runner import ModelRunner
-from octavo.executor.sequences import SequenceState
-from octavo.executor.warm_up import capture_graphs
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.start.warm_up import capture_graphs
+from octavo.executor.step.launched import Launched
+from octavo.executor.step.packing import ShareInputs
+from octavo.executor.step.runner import ModelRunner
+from octavo.executor.step.sequences import SequenceState
 from octavo.kernels.backend import Backend
 from octavo.protocol.messages import SequenceInit, SequenceStep, Step, pack_ids
 from octavo.protocol.sampling import Sampling

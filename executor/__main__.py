@@ -5,33 +5,11 @@ import sys
 import threading
 import time
 
+from octavo.executor.start.settings import FIELDS
 from octavo.protocol.extras import imports_of
 from octavo.protocol.link_keys import check_ranks_link, client_keys
 from octavo.protocol.process import refuse, start_process
 
-FIELDS = (
-    "model",
-    "trust_remote_code",
-    "load_format",
-    "quantization",
-    "dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "kv_cache_dtype",
-    "kv_cache_memory_bytes",
-    "gpu_memory_utilization",
-    "attention_backend",
-    "enforce_eager",
-    "num_threads",
-    "tensor_parallel_size",
-    "rank",
-    "distributed_address",
-    "backend_address",
-    "link_keys_dir",
-    "insecure_links",
-)
 RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
 
 
@@ -54,10 +32,11 @@ def main() -> int:
     # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
     with imports_of("python -m octavo.executor", "executor"):
         import octavo.kernels.choice  # noqa: F401
-        from octavo.executor.group import Relay, follow, is_local
+        from octavo.executor.link.relay import Relay, follow
+        from octavo.executor.link.server import PlaceFreeError, serve
         from octavo.executor.parallel import GroupLostError
-        from octavo.executor.server import PlaceFreeError, serve
-        from octavo.executor.startup import START_FAILURES, logger, start_executor
+        from octavo.executor.start.group import is_local
+        from octavo.executor.start.startup import START_FAILURES, logger, start_executor
 
     logger.info("import: %.2f s", time.monotonic() - started_s)
     try:

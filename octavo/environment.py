@@ -199,7 +199,7 @@ def _output(command: list[str]) -> str:
 
 def _computes() -> Section:
     """Return what a child finds that may import torch: the command itself never does."""
-    command = [sys.executable, "-P", "-m", "octavo.executor.environment"]
+    command = [sys.executable, "-P", "-m", "octavo.executor.start.environment"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=CHILD_TIMEOUT_S, check=False

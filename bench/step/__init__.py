@@ -62,7 +62,7 @@ def run(flags: Mapping[str, Any]) -> int:
     import octavo.kernels.choice  # noqa: F401
     from octavo.bench.step.measure import Request, measure
     from octavo.bench.step.results import show
-    from octavo.executor.startup import START_FAILURES
+    from octavo.executor.start.startup import START_FAILURES
 
     request = Request(*(flags[name] for name in Request._fields))
     config = msgspec.structs.replace(config, model=str(resolved.directory), attention_backend="cpu")

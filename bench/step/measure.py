@@ -18,11 +18,11 @@ from octavo.bench.step.results import Profile, Result, Timing
 from octavo.bench.step.settings import SETTINGS
 from octavo.bench.step.steps import Case, Steps, why_not
 from octavo.bench.step.timed import Stopwatch, overhead_ns
-from octavo.executor.cgroups import ROOT, read_table
+from octavo.executor.machine.cgroups import ROOT, read_table
+from octavo.executor.machine.threads import choose_num_threads
 from octavo.executor.models import LoadedModel
-from octavo.executor.runner import ModelRunner
-from octavo.executor.startup import start_executor
-from octavo.executor.threads import choose_num_threads
+from octavo.executor.start.startup import start_executor
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels.cpu import set_num_threads
 from octavo.protocol.config import FIELDS, Config
 

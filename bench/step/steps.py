@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from octavo.bench.step.floor import StepShape
-from octavo.executor.memory import KVCaches
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.kv_caches import KVCaches
+from octavo.executor.step.runner import ModelRunner
 from octavo.protocol.config import Config
 from octavo.protocol.messages import SequenceInit, SequenceStep, Step, StepResult, pack_ids
 from octavo.protocol.sampling import Sampling

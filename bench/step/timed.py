@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from torch import Tensor, nn
 
 from octavo.bench.step.floor import ATTENTION, KV_STORE, NORMS
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches
 from octavo.executor.models import Decoder, Model
 from octavo.executor.models.decoder import CompiledLayers
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels.backend import Backend
 from octavo.protocol.messages import Step
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from octavo.executor.checkpoint import Checkpoint
-from octavo.executor.gguf import GGUFWeights
+from octavo.executor.checkpoints.checkpoint import Checkpoint
+from octavo.executor.checkpoints.gguf import GGUFWeights
 from octavo.executor.models.compiled import compile_decoder
 from octavo.executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
 from octavo.executor.models.decoder import Decoder

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches
 from octavo.executor.models.decoder import MLP, Attention, Decoder, DecoderLayer, DecoderStack
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches
 from octavo.executor.models.layers import Linear, RMSNorm, VocabParallelEmbedding
 from octavo.kernels.backend import Program
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
-from octavo.executor.checkpoint import stored_dtype
+from octavo.executor.checkpoints.checkpoint import stored_dtype
 from octavo.executor.dtypes import DTYPES
-from octavo.executor.memory import KVShape
 from octavo.executor.models.keys import refuse_other_models
+from octavo.executor.models.kv_caches import KVShape
 from octavo.executor.models.older import Traits, Translated, translate_baichuan, translate_chatglm, translate_qwen
 from octavo.executor.models.rotary import Rope, rotary_frequencies, without_effect
 from octavo.executor.quantization import Quantization, read_quantization

@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches, KVShape
 from octavo.executor.models.alibi import alibi_slopes
 from octavo.executor.models.config import ModelConfig
+from octavo.executor.models.inputs import StepInputs
 from octavo.executor.models.interface import watch_each
+from octavo.executor.models.kv_caches import KVCaches, KVShape
 from octavo.executor.models.layers import (
     ColumnParallelLinear,
     LMHead,

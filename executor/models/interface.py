@@ -6,8 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches, KVShape
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches, KVShape
 from octavo.executor.quantization import Quantization
 from octavo.kernels.backend import PackedLinear
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from octavo.executor.inputs import StepInputs
+from octavo.executor.models.inputs import StepInputs
 from octavo.executor.models.split import num_kv_heads_of_rank
 from octavo.executor.parallel import TensorParallel
 from octavo.executor.shards import Shard

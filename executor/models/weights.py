@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from octavo.executor.models.layers import WeightModule, num_outputs
-from octavo.executor.progress import tqdm_disable
+from octavo.executor.models.progress_bars import tqdm_disable
 from octavo.executor.quantization import round_weight
 from octavo.executor.quantization.groups import form_of, pad_outputs, to_device
 from octavo.executor.shards import Shard

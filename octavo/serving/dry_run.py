@@ -14,7 +14,7 @@ from octavo.serving.processes import Process, kill_processes
 def dry_run(config: Config) -> int:
     """Print what serving takes and return 0 if this machine has it, 1 if not. Raises ModelError."""
     resolved = msgspec.structs.replace(config, model=str(resolve_config_of(config)))
-    command = [sys.executable, "-P", "-m", "octavo.executor.dry_run"]
+    command = [sys.executable, "-P", "-m", "octavo.executor.start.dry_run"]
     environ = child_environ(resolved, os.environ, secrets=False)
     process = Process(command, environ=environ)
     try:

@@ -22,10 +22,10 @@ from octavo.bench.step.model_work import model_work, product_names
 from octavo.bench.step.results import Result
 from octavo.bench.step.steps import Case, why_not
 from octavo.bench.step.timed import PART_OF, Stopwatch, TimedBackend
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import Decoder, load_model, read_model_config
 from octavo.executor.models.compiled import compile_decoder
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels.backend import Backend
 from octavo.protocol.config import Config, ConfigError
 from tests.fakes import runner_driver as driver

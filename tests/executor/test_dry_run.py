@@ -11,9 +11,18 @@ import pytest
 import torch
 import transformers
 
-from octavo.executor.dry_run import Machine, Plan, fits, look_at_machine, make_plan, ranks_needed, report, this_machine
-from octavo.executor.footprint import native_footprint
 from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.start.dry_run import (
+    Machine,
+    Plan,
+    fits,
+    look_at_machine,
+    make_plan,
+    ranks_needed,
+    report,
+    this_machine,
+)
+from octavo.executor.start.footprint import native_footprint
 from octavo.kernels import cpu, reference
 from octavo.kernels.choice import ChosenBackend
 from octavo.models.convert import link_gguf

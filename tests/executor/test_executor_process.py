@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from octavo.executor.dtypes import choose_dtype
-from octavo.executor.startup import start_executor
+from octavo.executor.start.startup import start_executor
 from octavo.protocol.config import Config
 from octavo.protocol.messages import ExecutorReady, StepFailed
 from tests.fakes.checkpoints import make_checkpoint

@@ -1,9 +1,12 @@
 import pytest
 import zmq
 
-from octavo.executor.group import Relay
+from octavo.executor.link.connection import connect
+from octavo.executor.link.relay import Relay
+from octavo.executor.link.reporter import ProgressReporter
+from octavo.executor.link.server import NUM_KEPT_RESULTS, PlaceFreeError, Server
 from octavo.executor.parallel import ALONE
-from octavo.executor.server import NUM_KEPT_RESULTS, PlaceFreeError, ProgressReporter, Server, StepProgress, connect
+from octavo.executor.step.progress import StepProgress
 from octavo.protocol.messages import (
     Displaced,
     ExecutorReady,

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from octavo.executor.fingerprint import model_fingerprint
-from octavo.executor.gguf import GGUFWeights, read_index
+from octavo.executor.checkpoints.gguf import GGUFWeights, read_index
 from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
 from octavo.executor.models.layers import packed_weights
 from octavo.executor.shards import Shard
+from octavo.executor.start.fingerprint import model_fingerprint
 from octavo.kernels import cpu, reference
 from octavo.models.convert import link_gguf
 from octavo.models.convert.metadata import GGUFFile

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from octavo.executor.graphs import DecodeGraphs, at_least, batch_sizes, table_widths
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import load_model, read_model_config
-from octavo.executor.packing import StepArrays, pack, pad
-from octavo.executor.runner import ModelRunner
-from octavo.executor.warm_up import capture_graphs
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.start.warm_up import capture_graphs
+from octavo.executor.step.graphs import DecodeGraphs, at_least, batch_sizes, table_widths
+from octavo.executor.step.packing import StepArrays, pack, pad
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.checkpoints import make_checkpoint

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import load_model, read_model_config
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.runner_driver import RunnerDriver, init, share

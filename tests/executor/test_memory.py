@@ -1,15 +1,9 @@
 import pytest
 import torch
 
-from octavo.executor.memory import (
-    allocate_kv_caches,
-    block_bytes,
-    refuse_too_large,
-    size_pool,
-    total_bytes,
-    usable_bytes,
-    used_bytes,
-)
+from octavo.executor.machine.memory import total_bytes, usable_bytes, used_bytes
+from octavo.executor.models.kv_caches import allocate_kv_caches, block_bytes
+from octavo.executor.start.pool import refuse_too_large, size_pool
 from octavo.protocol.config import Config
 from tests.fakes.system_files import write
 

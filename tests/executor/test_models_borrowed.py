@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.executor.fingerprint import model_fingerprint
 from octavo.executor.models import read_model_config
+from octavo.executor.start.fingerprint import model_fingerprint
 from octavo.protocol.sampling import Sampling
 from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.lazy_device import NoLooks

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.executor.models import TensorParallel, load_model, read_model_config
 from octavo.executor.quantization import round_weight
-from octavo.executor.startup import start_executor
+from octavo.executor.start.startup import start_executor
 from octavo.kernels import cpu, reference
 from octavo.protocol.config import Config
 from tests.fakes.borrowed_checkpoints import CASES, Case, load, random_prompts, write

@@ -14,7 +14,7 @@ from octavo.executor.models import Decoder, load_model, read_model_config
 from octavo.executor.models.compiled import Written, compile_decoder
 from octavo.executor.models.config import ModelConfig
 from octavo.executor.quantization import round_weight
-from octavo.executor.server import StepProgress
+from octavo.executor.step.progress import StepProgress
 from octavo.kernels import cpu, reference
 from tests.fakes.checkpoints import make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding

@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import Decoder, load_model, read_model_config
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 from octavo.models.resolve import resolve_model
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.checkpoint import Checkpoint
+from octavo.executor.checkpoints.checkpoint import Checkpoint
 from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
 from octavo.executor.models.config import ARCHITECTURES
 from octavo.executor.models.layers import Shard

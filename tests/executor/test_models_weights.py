@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.checkpoint import Checkpoint
-from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.checkpoints.checkpoint import Checkpoint
 from octavo.executor.models import TensorParallel, load_model, read_model_config
 from octavo.executor.models.decoder import Decoder
 from octavo.executor.models.rotary import rotary_table
 from octavo.executor.models.weights import load_weights
 from octavo.executor.shards import Shard
+from octavo.executor.start.fingerprint import model_fingerprint
 from octavo.kernels import cpu
 from tests.fakes.checkpoints import make_checkpoint
 

@@ -12,7 +12,7 @@ START = """
 import sys
 import octavo.kernels.choice
 from numba.core import event
-from octavo.executor.startup import start_executor
+from octavo.executor.start.startup import start_executor
 from octavo.protocol.config import Config
 
 with event.install_recorder("numba:run_pass") as passes:
@@ -22,7 +22,7 @@ print(len(passes.buffer))
 
 
 def test_the_demo_has_nothing_left_to_compile() -> None:
-    _run("-m", "octavo.executor.precompile")
+    _run("-m", "octavo.executor.start.precompile")
     assert _run("-c", START, str(resolve_model(None).directory)) == "0\n"
 
 

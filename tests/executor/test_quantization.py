@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.fingerprint import model_fingerprint
 from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
 from octavo.executor.models.layers import packed_weights
 from octavo.executor.quantization import round_weight
-from octavo.executor.startup import start_executor
+from octavo.executor.start.fingerprint import model_fingerprint
+from octavo.executor.start.startup import start_executor
 from octavo.kernels import cpu, reference
 from octavo.protocol.config import Config
 from tests.fakes.checkpoints import make_checkpoint

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from octavo.executor.checkpoint import Checkpoint
+from octavo.executor.checkpoints.checkpoint import Checkpoint
 from octavo.executor.models import LoadedModel, read_model_config
 from octavo.executor.models.borrowed.attention import CurrentStep
 from octavo.executor.models.borrowed.decoder import pack_products

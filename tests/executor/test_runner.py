@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.executor import runner as runner_module
+from octavo.executor.step import runner as runner_module
 from octavo.protocol.messages import NeedInit, StepResult
 from tests.fakes.cache_model import CacheModel, make_runner
 from tests.fakes.runner_driver import EXECUTOR, SCHEDULER, RunnerDriver, init, share, step

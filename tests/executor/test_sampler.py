@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.executor import sampler
-from octavo.executor.columns import make_columns, to_device
-from octavo.executor.device import CpuDevice
-from octavo.executor.edits import JoinedEdits
-from octavo.executor.sequences import SequenceState
+from octavo.executor.step import sampler
+from octavo.executor.step.columns import make_columns, to_device
+from octavo.executor.step.device import CpuDevice
+from octavo.executor.step.edits import JoinedEdits
+from octavo.executor.step.sequences import SequenceState
 from octavo.kernels import cpu
 from octavo.kernels import reference as plain
 from octavo.kernels.philox import philox, uniform

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from octavo.executor.device import CpuDevice
 from octavo.executor.dtypes import choose_kv_dtype
 from octavo.executor.models import load_model, read_model_config
-from octavo.executor.startup import make_runner, start_executor
-from octavo.executor.warm_up import capture_graphs, largest_step, warm_up
+from octavo.executor.start.startup import make_runner, start_executor
+from octavo.executor.start.warm_up import capture_graphs, largest_step, warm_up
+from octavo.executor.step.device import CpuDevice
 from octavo.kernels import reference
 from octavo.kernels.choice import choose_backend
 from octavo.protocol.config import Config

@@ -1,6 +1,6 @@
 import pytest
 
-from octavo.executor.threads import choose_num_threads, count_cores, cpu_quota
+from octavo.executor.machine.threads import choose_num_threads, count_cores, cpu_quota
 from tests.fakes.system_files import write
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from octavo.errors import ModelError
-from octavo.executor.dry_run import make_plan
-from octavo.executor.fingerprint import model_fingerprint
+from octavo.executor.checkpoints.torch_file import TorchFile
 from octavo.executor.models import load_model, read_model_config
-from octavo.executor.torch_file import TorchFile
+from octavo.executor.start.dry_run import make_plan
+from octavo.executor.start.fingerprint import model_fingerprint
 from octavo.kernels import cpu
 from octavo.kernels.choice import ChosenBackend
 from octavo.models.checkpoint import require_checkpoint

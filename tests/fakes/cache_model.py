@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from octavo.executor.device import Device
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches, allocate_kv_caches
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches, allocate_kv_caches
+from octavo.executor.step.device import Device
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 
 MODULUS = 8191

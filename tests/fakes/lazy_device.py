@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from octavo.executor.device import Captured, stage, views
+from octavo.executor.step.device import Captured, stage, views
 
 
 class LookedError(AssertionError):

@@ -6,9 +6,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import LoadedModel
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import allocate_kv_caches
 
 
 class PagedDecoding:

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 from torch import distributed
 
-from octavo.executor.group import Relay
-from octavo.executor.launched import Launched
+from octavo.executor.link.relay import Relay
 from octavo.executor.models import Decoder
-from octavo.executor.runner import ModelRunner
-from octavo.executor.startup import start_executor
+from octavo.executor.start.startup import start_executor
+from octavo.executor.step.launched import Launched
+from octavo.executor.step.runner import ModelRunner
 from octavo.protocol.config import Config
 from octavo.protocol.messages import NeedInit, Step, Welcome
 

@@ -11,9 +11,9 @@ import octavo.kernels.choice  # noqa: F401  (before torch: one OpenMP runtime)
 import msgspec
 from torch import distributed
 
-from octavo.executor.group import follow
+from octavo.executor.link.relay import follow
 from octavo.executor.parallel import GroupLostError
-from octavo.executor.startup import start_executor
+from octavo.executor.start.startup import start_executor
 from octavo.protocol.config import Config
 from octavo.protocol.lifeline import Heart
 

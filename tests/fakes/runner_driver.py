@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from octavo.executor.launched import Launched
-from octavo.executor.runner import ModelRunner
+from octavo.executor.step.launched import Launched
+from octavo.executor.step.runner import ModelRunner
 from octavo.protocol.messages import SequenceInit, SequenceResult, SequenceStep, Step, pack_ids
 from octavo.protocol.sampling import Sampling
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from octavo.executor.device import Device
-from octavo.executor.launched import Launched
-from octavo.executor.memory import allocate_kv_caches
 from octavo.executor.models import LoadedModel
-from octavo.executor.runner import ModelRunner
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.step.device import Device
+from octavo.executor.step.launched import Launched
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 from octavo.protocol.messages import Logprobs, Step
 from octavo.protocol.sampling import Sampling

@@ -63,7 +63,12 @@ else:
 
 @pytest.mark.parametrize(
     "module",
-    ["octavo.kernels.choice", "octavo.executor.dry_run", "octavo.executor.precompile", "octavo.bench.gpu_check"],
+    [
+        "octavo.kernels.choice",
+        "octavo.executor.start.dry_run",
+        "octavo.executor.start.precompile",
+        "octavo.bench.gpu_check",
+    ],
 )
 def test_numba_and_torch_share_one_openmp_runtime(module: str) -> None:
     finished = _run(COMPUTE.format(module=module))

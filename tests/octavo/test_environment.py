@@ -14,7 +14,7 @@ import torch
 
 from octavo import __version__
 from octavo.cli import main
-from octavo.executor import environment
+from octavo.executor.start import environment
 
 
 def test_the_report_names_what_a_bug_depends_on_and_no_secret(
@@ -61,7 +61,7 @@ def test_the_report_says_how_bfloat16_weights_are_multiplied(capsys: pytest.Capt
 
 
 def test_without_torch_the_rest_is_found() -> None:
-    program = "import sys; sys.modules['torch'] = None; from octavo.executor.environment import main; main()"
+    program = "import sys; sys.modules['torch'] = None; from octavo.executor.start.environment import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["backends"].startswith("none: ")

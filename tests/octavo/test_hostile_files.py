@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.errors import ModelError
-from octavo.executor.gguf import read_index
+from octavo.executor.checkpoints.gguf import read_index
 from octavo.executor.models import read_model_config
 from octavo.gateway.text.model_files import read_model_files
 from octavo.models.convert.header import read_header

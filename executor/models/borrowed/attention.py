@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches, KVShape
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches, KVShape
 from octavo.kernels.backend import Backend, PackedLinear
 
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences

@@ -15,12 +15,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from octavo.executor.memory import KVShape
 from octavo.executor.models.borrowed import attention
 from octavo.executor.models.borrowed.attention import PROBE_TOKENS, AttentionLayer, UnsupportedModelError
 from octavo.executor.models.borrowed.notices import quiet
 from octavo.executor.models.borrowed.rotary import make_rotary_static, rotary_frequencies, stretched_tokens
 from octavo.executor.models.config import unsaid_dtype
+from octavo.executor.models.kv_caches import KVShape
 from octavo.executor.models.rotary import without_effect
 from octavo.executor.quantization import Quantization, read_quantization
 

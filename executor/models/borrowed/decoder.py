@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import KVCaches, KVShape
 from octavo.executor.models.borrowed.attention import CurrentStep, PagedLayer
 from octavo.executor.models.borrowed.config import BorrowedConfig
+from octavo.executor.models.inputs import StepInputs
 from octavo.executor.models.interface import watch_each
+from octavo.executor.models.kv_caches import KVCaches, KVShape
 from octavo.executor.quantization import round_weight
 from octavo.kernels.backend import PackedLinear
 from octavo.kernels.groupwise import GroupwiseWeight

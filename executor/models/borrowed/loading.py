@@ -10,9 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from tqdm import tqdm
 
-from octavo.executor.checkpoint import Checkpoint, checkpoint_files, listed
-from octavo.executor.inputs import StepInputs
-from octavo.executor.memory import allocate_kv_caches
+from octavo.executor.checkpoints.checkpoint import Checkpoint, checkpoint_files, listed
 from octavo.executor.models.borrowed import attention
 from octavo.executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
 from octavo.executor.models.borrowed.config import FAILURES, WIDENED, BorrowedConfig, line_of
@@ -20,8 +18,10 @@ from octavo.executor.models.borrowed.decoder import BorrowedDecoder, is_product,
 from octavo.executor.models.borrowed.notices import quiet, silence_padding_notice
 from octavo.executor.models.borrowed.quantized import StoredTensor, find_packed, pack_stored, state_to_load
 from octavo.executor.models.borrowed.rotary import make_rotary_static
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.models.progress_bars import tqdm_disable
 from octavo.executor.models.weights import DummyWeights
-from octavo.executor.progress import tqdm_disable
 from octavo.executor.shards import Shard
 from octavo.kernels import reference
 from octavo.kernels.backend import Backend

@@ -7,7 +7,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers.utils import logging
 
-from octavo.executor.progress import tqdm_disable
+from octavo.executor.models.progress_bars import tqdm_disable
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from octavo.executor.checkpoint import Checkpoint, listed
+from octavo.executor.checkpoints.checkpoint import Checkpoint, listed
 from octavo.executor.models.borrowed.attention import CurrentStep, UnsupportedModelError
 from octavo.executor.models.borrowed.decoder import is_product, packed_linear
 from octavo.executor.quantization.groups import to_device

@@ -1,25 +1,18 @@
-"""The KV pool: how many blocks there is room for, and the tensors."""
+"""The KV pool: how many blocks there is room for."""
 
 import math
-import mmap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from octavo.executor.cgroups import ROOT, group_directories, memory_limit, memory_limits, read_integer, read_table
+from octavo.executor.machine.cgroups import ROOT
+from octavo.executor.machine.memory import free_device_bytes, total_bytes, usable_bytes
 from octavo.protocol.config import Config
-
-# N blocks, K key/value heads, D head size, P tokens in a block
 
 # Of what this process may still use once the weights are there. The rest is for activations, logits, the other
 # processes and the system's page cache.
 CPU_SHARE = 0.4
-
-KVShape = tuple[int, int, int]  # num_kv_heads, key_head_size, value_head_size
-KVCaches = list[tuple[Tensor, Tensor]]  # of each layer: k_cache_NKDP, v_cache_NKPD
 
 
 class PoolSize(NamedTuple):
@@ -73,88 +66,8 @@ def size_pool(
     return PoolSize(num_blocks, block_bytes)
 
 
-def usable_bytes(root: Path = ROOT) -> int:
-    """Return the memory this process may still use: what the system has available, within its control groups' limits.
-
-    File pages that a group could drop count as available, as they do for the system. Raises ValueError without
-    /proc/meminfo.
-    """
-    available = read_table(root / "proc/meminfo").get("MemAvailable")
-    if available is None:
-        raise ValueError("cannot tell how much memory is available: set --kv-cache-memory-bytes")
-    rooms = [room for group in group_directories("memory", root) if (room := _group_room(group)) is not None]
-    return max(0, min([available, *rooms]))
-
-
-def free_device_bytes(device: torch.device, utilization: float) -> int:
-    """Return what is left of `utilization` of a GPU's memory, the weights being there already."""
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, int(total * utilization) - (total - free))
-
-
-def total_bytes(device: torch.device, root: Path = ROOT) -> int:
-    """Return the size of a GPU's memory; on the CPU the system's, or the least limit of this process's groups."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
-    return min([read_table(root / "proc/meminfo").get("MemTotal", 0), *memory_limits(root)])
-
-
-def used_bytes(device: torch.device, root: Path = ROOT) -> int:
-    """Return what this process holds of a GPU's memory through torch; on the CPU, what is resident of it.
-
-    May be called from any thread, and never waits for the device.
-    """
-    if device.type == "cuda":
-        return int(torch.cuda.memory_reserved(device))
-    return read_table(root / "proc/self/status").get("VmRSS", 0)
-
-
-def block_bytes(kv_shapes: Sequence[KVShape], block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block in all layers."""
-    elements = sum(heads * (key_size + value_size) for heads, key_size, value_size in kv_shapes)
-    return elements * block_size * dtype.itemsize
-
-
-def allocate_kv_caches(
-    kv_shapes: Sequence[KVShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> KVCaches:
-    """Return each layer's k_cache_NKDP and v_cache_NKPD, zero; on the CPU a page takes memory once it is written.
-
-    Raises ValueError if the system does not give that much.
-    """
-    return [
-        (
-            _zeros((num_blocks, heads, key_size, block_size), dtype, device),
-            _zeros((num_blocks, heads, block_size, value_size), dtype, device),
-        )
-        for heads, key_size, value_size in kv_shapes
-    ]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes its zeros; fresh anonymous pages are zero without being there.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise ValueError(f"no memory for the KV cache: {error}; set --kv-cache-memory-bytes to less") from None
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
 def _cpu_share(root: Path) -> int:
     return int(usable_bytes(root) * CPU_SHARE)
-
-
-def _group_room(group: Path) -> int | None:
-    """Return a control group's limit less its use; None without a limit."""
-    limit = memory_limit(group)
-    used = read_integer(group / "memory.current") or read_integer(group / "memory.usage_in_bytes")
-    if limit is None or used is None:
-        return None
-    table = read_table(group / "memory.stat")
-    return limit - used + table.get("total_inactive_file", table.get("inactive_file", 0))
 
 
 def _no_room(needed_bytes: int, room_bytes: int, max_model_len: int, longest: int, more_room: str) -> str:

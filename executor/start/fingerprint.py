@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from octavo.executor.checkpoint import checkpoint_files
+from octavo.executor.checkpoints.checkpoint import checkpoint_files
 from octavo.executor.models import ModelDescription
 from octavo.executor.quantization import choose_rounding
 from octavo.protocol.model_files.gguf_index import GGUF_INDEX

@@ -1,10 +1,4 @@
-"""The ranks of a tensor-parallel executor: how they meet, and how rank 0 has the others do what it does.
-
-Rank 0 alone speaks to the scheduler. It hands every message that it acts on to the others, through the process group:
-so all ranks do the same steps in the same order, whatever is lost or sent again on the scheduler's link. The others
-hold the same soft state, give their parts of each step, and learn from rank 0 which tokens were sampled. A rank whose
-peer is gone raises: the group lives and dies together.
-"""
+"""How the ranks of a tensor-parallel executor meet."""
 
 import hashlib
 import os
@@ -16,10 +10,7 @@ import torch
 from torch import distributed
 
 from octavo.executor.parallel import ALONE, GroupLostError, TensorParallel
-from octavo.executor.runner import ModelRunner
 from octavo.protocol.config import Config
-from octavo.protocol.lifeline import Heart
-from octavo.protocol.messages import Step, ToExecutor, Welcome, decode_to_executor, encode
 
 # Between two signs of life. A peer whose connection closes is noticed at once; this is for one that loads for long, or
 # whose machine is gone without a word.
@@ -82,48 +73,6 @@ def check_agreement(parallel: TensorParallel, *settings: object) -> None:
     least, most = parallel.least(number), -parallel.least(-number)  # a rank that left early would leave others waiting
     if least != most:
         raise ValueError("the ranks of this executor were started with different models or settings")
-
-
-class Relay:
-    """Rank 0's voice to the others. Each method raises GroupLostError if one of them is gone."""
-
-    def __init__(self, parallel: TensorParallel) -> None:
-        self._parallel = parallel
-
-    def send(self, message: ToExecutor) -> None:
-        """Have the other ranks act on `message`, as this one is about to do."""
-        if self._parallel.world_size > 1:
-            self._broadcast(encode(message))
-
-    def keep_alive(self) -> None:
-        """Let the others know that there is nothing to do."""
-        if self._parallel.world_size > 1:
-            self._broadcast(b"")
-
-    def _broadcast(self, frame: bytes) -> None:
-        self._parallel.broadcast(torch.tensor(len(frame)))
-        if frame:
-            self._parallel.broadcast(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
-
-
-def follow(runner: ModelRunner, parallel: TensorParallel, heart: Heart) -> None:
-    """Do what rank 0 does, for ever. Raises GroupLostError when it is gone, and what a step raises."""
-    while True:
-        frame = _receive(parallel)
-        heart.beat()
-        match decode_to_executor(frame) if frame else None:
-            case Welcome():
-                runner.reset()
-            case Step() as step:
-                runner.launch(step)
-
-
-def _receive(parallel: TensorParallel) -> bytes:
-    """Return what rank 0 sends next; empty if it only says that it is there."""
-    num_bytes = int(parallel.broadcast(torch.tensor(0)))
-    if not num_bytes:
-        return b""
-    return parallel.broadcast(torch.empty(num_bytes, dtype=torch.uint8)).numpy().tobytes()
 
 
 def _loopback_interface() -> str:

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from octavo.executor.gguf import read_index
-from octavo.executor.memory import KVShape
+from octavo.executor.checkpoints.gguf import read_index
 from octavo.executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
+from octavo.executor.models.kv_caches import KVShape
 from octavo.executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
 from octavo.executor.models.weights import source_names
 from octavo.executor.parallel import ALONE

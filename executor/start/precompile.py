@@ -1,4 +1,4 @@
-"""`python -m octavo.executor.precompile`: compile the kernels that the demo needs, at set-up."""
+"""`python -m octavo.executor.start.precompile`: compile the kernels that the demo needs, at set-up."""
 
 import sys
 
@@ -7,7 +7,7 @@ from octavo.kernels.choice import available_backends, choose_backend  # before t
 # isort: split
 import torch
 
-from octavo.executor.warm_up import compile_kernels
+from octavo.executor.start.warm_up import compile_kernels
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """What the sampler must know of a step's rows, as columns: arrays on the host, then tensors on the device.
 
-What changes their logits before a token is chosen is in `executor.edits`.
+What changes their logits before a token is chosen is in `executor.step.edits`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from torch import Tensor
 
-from octavo.executor.sequences import SequenceState
+from octavo.executor.step.sequences import SequenceState
 from octavo.protocol.sampling import Sampling
 
 # R rows

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from octavo.executor.sequences import SequenceState
+from octavo.executor.step.sequences import SequenceState
 
 # R rows with edits, N entries, C counted tokens
 

@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from octavo.executor.checkpoints.torch_file import TorchFile
 from octavo.executor.quantization import Quantization
 from octavo.executor.quantization.fp8 import read_fp8
 from octavo.executor.quantization.packed import PACKED_PARTS, read_packed
 from octavo.executor.shards import Shard
-from octavo.executor.torch_file import TorchFile
 from octavo.kernels.groupwise import GroupwiseWeight
 from octavo.protocol.model_files.weight_files import weight_files
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.executor.cgroups import ROOT, group_directories, read_integer
+from octavo.executor.machine.cgroups import ROOT, group_directories, read_integer
 
 
 def choose_num_threads(

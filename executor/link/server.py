@@ -5,111 +5,43 @@ that computes later than it is told (a GPU) is given the next step, if it is the
 """
 
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
+from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from octavo.executor.group import Relay
-from octavo.executor.launched import Launched
-from octavo.executor.memory import used_bytes
-from octavo.executor.runner import ModelRunner
+from octavo.executor.link.connection import Socket, connect
+from octavo.executor.link.relay import Relay
+from octavo.executor.link.reporter import ProgressReporter
+from octavo.executor.machine.memory import used_bytes
+from octavo.executor.step.launched import Launched
+from octavo.executor.step.progress import StepProgress
+from octavo.executor.step.runner import ModelRunner
 from octavo.protocol.handshakes import HandshakeWatch
-from octavo.protocol.lifeline import Heart
 from octavo.protocol.link_keys import ClientKeys
 from octavo.protocol.messages import (
     Displaced,
     ExecutorReady,
     NeedInit,
-    Progress,
     Step,
     StepFailed,
     Welcome,
     decode_to_executor,
     encode,
 )
-from octavo.protocol.sockets import connect_dealer, new_identity, try_send
+from octavo.protocol.sockets import try_send
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 0.5  # of ExecutorReady while idle, and of Progress
-LONGEST_BEGIN_S = 1.0  # of a thread that was started
+INTERVAL_S = 0.5  # of ExecutorReady while idle
 RETRY_S = 0.05  # after an ExecutorReady found no connection
 NUM_KEPT_RESULTS = 4  # a scheduler has two steps in flight at most
 FAREWELL_MS = 1000  # for the last message to leave
-
-Socket = zmq.Socket[bytes]
-
-
-@dataclass(slots=True)
-class StepProgress:
-    """How far the step that runs has come. The main thread writes, the reporter reads: either number may lag.
-
-    `heart` beats where there is progress, or nothing to do: not while a device is waited for.
-    """
-
-    heart: Heart = field(default_factory=Heart)
-    step_id: int = 0
-    layers_done: int = 0
-
-    def count_layers(self, num_layers: int) -> None:
-        """Count more layers, that were done in one call."""
-        self.layers_done += num_layers
-        self.heart.beat()
-
-
-class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """A thread with a socket of its own that says every half second how far the step has come, whatever it does, and
-    how much of the device's memory is used."""
-
-    def __init__(
-        self,
-        context: zmq.Context[Socket],
-        address: str,
-        keys: ClientKeys | None,
-        incarnation: str,
-        progress: StepProgress,
-        used_bytes: Callable[[], int],
-    ) -> None:
-        self._socket, self._handshakes = connect(context, address, new_identity(), keys, is_silent=True)
-        self._incarnation = incarnation
-        self._progress = progress
-        self._used_bytes = used_bytes
-        self._has_begun, self._ended = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
-
-    def __enter__(self) -> "ProgressReporter":
-        try:
-            self._thread.start()
-        except BaseException:  # a signal, while the thread may run already
-            self._stop()
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        """Have the thread close its socket: whoever else closes it, while the thread uses it, waits for ever."""
-        self._ended.set()
-        if self._has_begun.wait(LONGEST_BEGIN_S):
-            self._thread.join()
-
-    def _run(self) -> None:
-        self._has_begun.set()
-        with self._socket as socket, closing(self._handshakes):
-            while not self._ended.wait(INTERVAL_S):
-                self._handshakes.look()
-                step_id, layers_done = self._progress.step_id, self._progress.layers_done
-                message = Progress(self._incarnation, step_id, layers_done, self._used_bytes())
-                try_send(socket, [encode(message)])
 
 
 class Flight(NamedTuple):
@@ -297,24 +229,6 @@ class Server:
     def _send(self, frame: bytes) -> bool:
         """Send and return whether it left; what cannot leave now is lost, and asked for again."""
         return try_send(self._socket, [frame])
-
-
-def connect(
-    context: zmq.Context[Socket],
-    address: str,
-    identity: str,
-    keys: ClientKeys | None = None,
-    *,
-    is_silent: bool = False,
-) -> tuple[Socket, HandshakeWatch]:
-    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first.
-
-    With it comes who watches its handshakes.
-    """
-    socket = context.socket(zmq.DEALER)
-    socket.set(zmq.IMMEDIATE, 1)
-    handshakes = HandshakeWatch(socket, address, has_keys=keys is not None, is_silent=is_silent)
-    return connect_dealer(socket, address, identity, keys), handshakes
 
 
 def serve(

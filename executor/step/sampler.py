@@ -4,9 +4,9 @@ The order is vLLM's: log probabilities of the raw distribution; bias, `min_token
 (of the likeliest token); top_k; top_p (of the mass that these left). Then one uniform number picks a token by inverse
 CDF, in the order of token ids. Among equals, the lower token id counts as the likelier.
 
-What the host knows of the rows becomes columns (`executor.columns`) and edits (`executor.edits`), which travel to the
-device; from there on nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a
-lazy device only (see `executor.device`), with the same bits.
+What the host knows of the rows becomes columns (`columns.py`) and edits (`edits.py`), which travel to the device; from
+there on nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a lazy device
+only (see `device.py`), with the same bits.
 
 Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
 of a thread's share of an elementwise `exp` differently, but softmax and topk work row by row. Logits that are
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.executor.columns import Columns, Draws
-from octavo.executor.edits import Edits
+from octavo.executor.step.columns import Columns, Draws
+from octavo.executor.step.edits import Edits
 from octavo.kernels.backend import MASKED_LOGIT, Backend
 from octavo.protocol.messages import Logprobs
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.executor.device import Captured, Device, place
-from octavo.executor.inputs import StepInputs
-from octavo.executor.packing import StepArrays, pad
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.step.device import Captured, Device, place
+from octavo.executor.step.packing import StepArrays, pad
 
 # T tokens of this step, S sequences, M blocks of a block table, E hidden size
 

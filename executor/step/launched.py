@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from octavo.executor.device import Device
-from octavo.executor.packing import ShareInputs
-from octavo.executor.sampler import Sampled, TokenLogprobs, pack_logprobs
+from octavo.executor.step.device import Device
+from octavo.executor.step.packing import ShareInputs
+from octavo.executor.step.sampler import Sampled, TokenLogprobs, pack_logprobs
 from octavo.protocol.messages import Logprobs, SequenceResult, Step, StepResult
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""`python -m octavo.executor.dry_run`: say what serving a model would take, from its config.json alone.
+"""`python -m octavo.executor.start.dry_run`: say what serving a model would take, from its config.json alone.
 
 Exit status 0: it fits this machine; 1: it does not, or cannot be served at all.
 """
@@ -15,20 +15,21 @@ from octavo.kernels.choice import ChosenBackend, choose_backend  # before torch
 # isort: split
 import torch
 
-from octavo.executor.__main__ import FIELDS
 from octavo.executor.dtypes import choose_dtype, choose_kv_dtype, kv_dtype_of
-from octavo.executor.footprint import (
+from octavo.executor.machine.memory import usable_bytes
+from octavo.executor.models import ModelConfig, TensorParallel, read_model_config
+from octavo.executor.models.split import check_size
+from octavo.executor.start.footprint import (
     Footprint,
     borrowed_footprint,
     choose_forms,
     native_footprint,
     native_footprints,
 )
-from octavo.executor.group import num_local_ranks, own_device
-from octavo.executor.memory import CPU_SHARE, usable_bytes
-from octavo.executor.models import ModelConfig, TensorParallel, read_model_config
-from octavo.executor.models.split import check_size
-from octavo.executor.startup import choose_max_model_len
+from octavo.executor.start.group import num_local_ranks, own_device
+from octavo.executor.start.pool import CPU_SHARE
+from octavo.executor.start.settings import FIELDS
+from octavo.executor.start.startup import choose_max_model_len
 from octavo.protocol.config import Config
 from octavo.protocol.process import start_process
 
@@ -72,7 +73,7 @@ class Machine:
 
 def main() -> int:
     config, _ = start_process(
-        "octavo.executor.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS
+        "octavo.executor.start.dry_run", "Say what serving a model takes, from its config.json alone.", FIELDS
     )
     try:
         chosen = choose_backend(config.attention_backend)

@@ -6,10 +6,10 @@ import time
 from torch import Tensor
 from tqdm import tqdm
 
-from octavo.executor.graphs import DecodeGraphs, batch_sizes, table_widths
-from octavo.executor.inputs import StepInputs
+from octavo.executor.models.inputs import StepInputs
 from octavo.executor.parallel import TensorParallel
-from octavo.executor.runner import ModelRunner
+from octavo.executor.step.graphs import DecodeGraphs, batch_sizes, table_widths
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels.backend import Compilation
 from octavo.protocol.config import Config
 from octavo.protocol.messages import SequenceInit, SequenceStep, Step, pack_ids

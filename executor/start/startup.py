@@ -12,20 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from octavo.executor.device import Device, device_of
 from octavo.executor.dtypes import choose_dtype, choose_kv_dtype
-from octavo.executor.fingerprint import model_fingerprint
-from octavo.executor.footprint import borrowed_footprint, choose_forms, native_footprint
-from octavo.executor.group import check_agreement, join_group, num_local_ranks, own_device
-from octavo.executor.memory import (
-    KVShape,
-    PoolSize,
-    allocate_kv_caches,
-    block_bytes,
-    refuse_too_large,
-    size_pool,
-    total_bytes,
-)
+from octavo.executor.machine.memory import total_bytes
+from octavo.executor.machine.threads import choose_num_threads
 from octavo.executor.models import (
     LoadedModel,
     ModelConfig,
@@ -34,12 +23,17 @@ from octavo.executor.models import (
     load_model,
     read_model_config,
 )
+from octavo.executor.models.kv_caches import KVShape, allocate_kv_caches, block_bytes
 from octavo.executor.models.split import check_size, num_kv_heads_of_rank
 from octavo.executor.parallel import ALONE, TensorParallel
-from octavo.executor.runner import ModelRunner
-from octavo.executor.server import StepProgress
-from octavo.executor.threads import choose_num_threads
-from octavo.executor.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
+from octavo.executor.start.fingerprint import model_fingerprint
+from octavo.executor.start.footprint import borrowed_footprint, choose_forms, native_footprint
+from octavo.executor.start.group import check_agreement, join_group, num_local_ranks, own_device
+from octavo.executor.start.pool import PoolSize, refuse_too_large, size_pool
+from octavo.executor.start.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
+from octavo.executor.step.device import Device, device_of
+from octavo.executor.step.progress import StepProgress
+from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
 from octavo.kernels.backend import Backend
 from octavo.kernels.choice import ChosenBackend, choose_backend

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.executor.sequences import SequenceState
+from octavo.executor.step.sequences import SequenceState
 from octavo.protocol.messages import SequenceStep
 
 # T tokens of this step, S sequences, M blocks of the longest block table

@@ -1,9 +1,9 @@
-"""`python -m octavo.executor.environment`: what computes here, as JSON of texts; it works without torch too."""
+"""`python -m octavo.executor.start.environment`: what computes here, as JSON of texts; it works without torch too."""
 
 import json
 
-from octavo.executor.cgroups import memory_limits
-from octavo.executor.threads import choose_num_threads, cpu_quota
+from octavo.executor.machine.cgroups import memory_limits
+from octavo.executor.machine.threads import choose_num_threads, cpu_quota
 
 GIB = 1 << 30
 

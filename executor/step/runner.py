@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.executor import sampler
-from octavo.executor.columns import make_columns, to_device
-from octavo.executor.device import Device, device_of
-from octavo.executor.edits import JoinedEdits
-from octavo.executor.graphs import DecodeGraphs
-from octavo.executor.inputs import StepInputs
-from octavo.executor.launched import Launched, PromptSlice, StepOutputs
-from octavo.executor.memory import KVCaches
 from octavo.executor.models import Model
-from octavo.executor.packing import ShareInputs, StepArrays, pack, pending_rows
+from octavo.executor.models.inputs import StepInputs
+from octavo.executor.models.kv_caches import KVCaches
 from octavo.executor.parallel import ALONE, TensorParallel
-from octavo.executor.sampler import Sampled
-from octavo.executor.sequences import SequenceState
+from octavo.executor.step import sampler
+from octavo.executor.step.columns import make_columns, to_device
+from octavo.executor.step.device import Device, device_of
+from octavo.executor.step.edits import JoinedEdits
+from octavo.executor.step.graphs import DecodeGraphs
+from octavo.executor.step.launched import Launched, PromptSlice, StepOutputs
+from octavo.executor.step.packing import ShareInputs, StepArrays, pack, pending_rows
+from octavo.executor.step.sampler import Sampled
+from octavo.executor.step.sequences import SequenceState
 from octavo.kernels.backend import Backend
 from octavo.protocol.messages import NeedInit, Step, StepResult
 

@@ -1,0 +1,25 @@
+"""The settings that the executor reads. This module imports nothing, so that --help does not wait for torch."""
+
+FIELDS = (
+    "model",
+    "trust_remote_code",
+    "load_format",
+    "quantization",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_memory_bytes",
+    "gpu_memory_utilization",
+    "attention_backend",
+    "enforce_eager",
+    "num_threads",
+    "tensor_parallel_size",
+    "rank",
+    "distributed_address",
+    "backend_address",
+    "link_keys_dir",
+    "insecure_links",
+)
