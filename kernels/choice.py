@@ -61,7 +61,7 @@ def choose_backend(name: str, gpu: Gpu | None = None) -> ChosenBackend:
             f"attention_backend {name!r} is not available on this machine{_why_no_triton(name, gpu)}; it has: auto,"
             f" {', '.join(available)}"
         )
-    backend: Backend = importlib.import_module(f"kernels.{chosen}")
+    backend: Backend = importlib.import_module(f"octavo.kernels.{chosen}")
     return ChosenBackend(chosen, backend, available[chosen])
 
 

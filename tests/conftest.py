@@ -1,5 +1,7 @@
 """Fixtures that every folder of tests may use."""
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,3 +14,12 @@ from octavo.models.resolve import resolve_model
 def demo_directory() -> Path:
     """The demo model in bfloat16 in the user's cache (`make demo-model` puts it there), as a Hugging Face directory."""
     return resolve_model(None, expands_demo=True).directory
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Put back the level of our log, which a command that runs in a test's process sets."""
+    logger = logging.getLogger("octavo")
+    level = logger.level
+    yield
+    logger.setLevel(level)

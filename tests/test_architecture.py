@@ -189,4 +189,4 @@ def test_a_process_has_a_flag_for_each_setting_that_it_reads(package: str) -> No
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     read = {node.attr for node in attributes if getattr(node.value, "id", getattr(node.value, "attr", "")) == "config"}
     read |= {"link_keys_dir", "insecure_links"}  # which protocol/link_keys.py reads for each
-    assert set(importlib.import_module(f"{package}.__main__").FIELDS) == (read & FIELDS.keys()) - {"log_level"}
+    assert set(importlib.import_module(f"octavo.{package}.__main__").FIELDS) == (read & FIELDS.keys()) - {"log_level"}

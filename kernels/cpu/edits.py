@@ -38,26 +38,24 @@ def _penalize(logits_V, token_ids, counts, repetition, frequency, presence):
             logits_V[token_id] = logit - presence * (ONE if count > ZERO else ZERO)
 
 
+@routine()
+def _edit_row(logits_V, bounds, penalties, token_id_N, value_N, masked_logit):
+    masked, biased, counted, end = bounds
+    repetition, frequency, presence = penalties
+    _add(logits_V, token_id_N[biased:counted], value_N[biased:counted])
+    _mask(logits_V, token_id_N[masked:biased], masked_logit)
+    _penalize(logits_V, token_id_N[counted:end], value_N[counted:end], repetition, frequency, presence)
+
+
 @kernel()
 def edit_logits(logits_SV, row_R, bounds_R4, penalties_R3, token_id_N, value_N, masked_logit):
     for edited in range(len(row_R)):
         logits_V = logits_SV[row_R[edited]]
-        masked, biased, counted, end = bounds_R4[edited]
-        repetition, frequency, presence = penalties_R3[edited]
-        _add(logits_V, token_id_N[biased:counted], value_N[biased:counted])
-        _mask(logits_V, token_id_N[masked:biased], masked_logit)
-        _penalize(logits_V, token_id_N[counted:end], value_N[counted:end], repetition, frequency, presence)
+        _edit_row(logits_V, bounds_R4[edited], penalties_R3[edited], token_id_N, value_N, masked_logit)
 
 
 @kernel(parallel=True)
 def edit_logits_parallel(logits_SV, row_R, bounds_R4, penalties_R3, token_id_N, value_N, masked_logit):
     for edited in prange(len(row_R)):
-        edit_logits(
-            logits_SV,
-            row_R[edited : edited + 1],
-            bounds_R4[edited : edited + 1],
-            penalties_R3[edited : edited + 1],
-            token_id_N,
-            value_N,
-            masked_logit,
-        )
+        logits_V = logits_SV[row_R[edited]]
+        _edit_row(logits_V, bounds_R4[edited], penalties_R3[edited], token_id_N, value_N, masked_logit)

@@ -28,7 +28,7 @@ class MeasurementParser(ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         name = self.prog.split()[-1]
         require_extras(self.prog, *MEASUREMENTS[name].extras)
-        module = importlib.import_module(f"bench.{name}")
+        module = importlib.import_module(f"octavo.bench.{name}")
         self.description = module.SUMMARY
         module.describe(self)
         return super().parse_known_args(args, namespace)

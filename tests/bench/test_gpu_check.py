@@ -15,6 +15,7 @@ from octavo.bench.timing import Roofline
 from octavo.kernels import reference
 
 ROOT = Path(__file__).parents[2]
+OF_THE_START = {"kv_dtypes", "can_be_recorded", "program_of", "compilation_for"}  # what they say needs no time
 
 
 def broken(**functions):
@@ -28,7 +29,8 @@ def test_right_kernels_pass_every_check(monkeypatch, capsys):
     table = capsys.readouterr().out
     assert "0 failed" in table
     functions = {name for name, value in vars(reference).items() if isfunction(value) and not name.startswith("_")}
-    functions -= {"pack_linear", "paged_attention", "rotary_embedding"}
+    functions -= {"pack_linear", "paged_attention", "rotary_embedding"}  # measured under other names
+    functions -= OF_THE_START
     for kernel in functions | {"decode attention", "prefill attention", "model, graph"}:
         assert f"| {kernel} |" in table, kernel
 

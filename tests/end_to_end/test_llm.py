@@ -246,7 +246,7 @@ async def test_a_process_that_refuses_its_next_life_ends_what_waits_for_it(model
         sockets = Path(llm.config.frontend_address.removeprefix("ipc://")).parent
         children = [child for child in psutil.Process().children() if child not in before]
         sockets.chmod(0o755)  # where no scheduler would make its own
-        next(child for child in children if "scheduler" in child.cmdline()).kill()
+        next(child for child in children if "octavo.scheduler" in child.cmdline()).kill()
         with pytest.raises(
             GenerationError, match=f"the scheduler ended with status 2: {sockets} must belong to this user"
         ):
@@ -280,15 +280,6 @@ async def test_a_failed_start_says_why_in_the_childs_words(model: Path) -> None:
     with pytest.raises(LaunchError, match=r"the executor ended .*: a sequence of 256 tokens .* room for 1000"):
         await AsyncLLM(model, **(SETTINGS | {"kv_cache_memory_bytes": 1000})).start()
     assert psutil.Process().children() == before
-
-
-def test_a_module_of_the_users_that_children_would_run_is_named(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scheduler.py").touch()
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
-    with pytest.raises(LaunchError, match=f"{tmp_path / 'scheduler.py'} has the name of Octavo's own package"):
-        LLM(model, **SETTINGS)
 
 
 SCRIPT = """

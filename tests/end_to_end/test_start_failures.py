@@ -140,7 +140,7 @@ def chatter():
         os.write(2, b"12:00:00 I scheduler: still here\\n")
         time.sleep(0.01)
 
-if "scheduler" in sys.orig_argv:
+if "octavo.scheduler" in sys.orig_argv:
     threading.Thread(target=chatter, daemon=True).start()
 """
 

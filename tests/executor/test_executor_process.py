@@ -157,7 +157,7 @@ def test_a_model_that_cannot_be_loaded_is_a_paragraph_and_status_2(tmp_path):
         ),
         ({"kv_cache_dtype": "fp8"}, "set --kv-cache-dtype to auto"),
         ({"quantization": "awq"}, "this checkpoint is not quantized: leave --quantization out"),
-        ({"attention_backend": "tritn"}, "it is one of auto, triton, cpu, reference; did you mean triton?"),
+        ({"attention_backend": "tritn"}, "is not available on this machine; it has: auto, cpu, reference"),
         ({"num_threads": 4096}, "num_threads is 4096"),
         ({"tensor_parallel_size": 3, "distributed_address": "file:///ranks"}, "can be split among 1, 2 or 4"),
         ({"tensor_parallel_size": 2}, "tcp://HOST:PORT"),

@@ -39,14 +39,14 @@ class Server:
     def child(self, role: str) -> psutil.Process:
         """Return the process of `role` that lives now; of the executor's ranks, one."""
         for child in psutil.Process(self.process.pid).children():
-            if role in child.cmdline():
+            if f"octavo.{role}" in child.cmdline():
                 return child
         raise LookupError(f"no {role} is running")
 
     def rank(self, rank: int) -> psutil.Process:
         """Return the executor's process of that rank that lives now."""
         for child in psutil.Process(self.process.pid).children():
-            if "executor" in child.cmdline() and child.environ().get("OCTAVO_RANK", "0") == str(rank):
+            if "octavo.executor" in child.cmdline() and child.environ().get("OCTAVO_RANK", "0") == str(rank):
                 return child
         raise LookupError(f"no rank {rank} is running")
 

@@ -21,7 +21,7 @@ TRITON = pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is 
 
 @pytest.mark.parametrize("name", ["cpu", "reference", TRITON])
 def test_a_backend_has_every_function_with_its_options(name: str) -> None:
-    module = importlib.import_module(f"kernels.{name}")
+    module = importlib.import_module(f"octavo.kernels.{name}")
     functions = [function for name, function in vars(Backend).items() if not name.startswith("_")]
     assert len(functions) > 10
     for function in functions:
