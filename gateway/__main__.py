@@ -50,17 +50,17 @@ FIELDS = (
 )
 BEAT_S = 0.5
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
-METRICS_GRACE_S = 1  # after that, for whoever reads the metrics
+METRICS_GRACE_S = 1  # after the main server has stopped, for requests of /metrics
 
 logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that cannot be had."""
+    """Return the exit status: 0 after a signal, 2 for a model that cannot be used or a port that is not free."""
     config, heart = start_process(
         "gateway", "Answer HTTP requests with what the schedulers of a model generate.", FIELDS
     )
-    # Else all encodings share the library's threads, and short ones wait there for long ones.
+    # Otherwise all encodings share the library's threads, and short ones wait for long ones.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         if not config.model:
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 class ListenError(Exception):
-    """A port that cannot be had."""
+    """The gateway cannot listen at its address."""
 
 
 def _main_listener(config: Config, stack: ExitStack) -> socket.socket:
@@ -100,17 +100,17 @@ def _listen(host: str, port: int, flag: str) -> socket.socket:
         return listen(host, port)
     except (OSError, UnicodeError) as error:
         number = getattr(error, "errno", None) or 0
-        # A name's are negative.
+        # Errors of name resolution have negative numbers.
         reason = os.strerror(number) if number > 0 else getattr(error, "strerror", None) or error
         where = netloc(host, port)
         raise ListenError(f"cannot listen on {where}: {reason}. Choose another {flag} or --host.") from None
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, but it loses no connection when it is told to stop."""
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server, which here loses no connection when it is told to stop."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Called when it is told to stop: turn new connections away, serve those that were made, then end."""
+        """Called when the server is told to stop: turn new connections away, serve the present ones, then end."""
         for listener in sockets or []:
             turn_away(listener)
         await asyncio.sleep(LAST_ACCEPTS_S)
@@ -124,13 +124,13 @@ def _serve(
     beside: AbstractAsyncContextManager[None],
     heart: Heart,
 ) -> int:
-    server = Server(uvicorn_config(app, config))
+    server = DrainingServer(uvicorn_config(app, config))
     url = _url(listener)
     if not config.api_key and not _is_loopback(listener):
         logger.warning("%s can be reached from other machines and no API key is set: anyone may use it", url)
     logger.info("listening on %s (until the model is ready, requests get a 503)", url)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, server.handle_exit)  # uvicorn raises them again once it has stopped: to no effect here
+        signal.signal(number, server.handle_exit)  # takes also the signal that uvicorn raises again
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve_beside(server, listener, beside, heart))
     return 0 if server.started else 1
@@ -139,14 +139,14 @@ def _serve(
 async def _serve_beside(
     server: uvicorn.Server, listener: socket.socket, beside: AbstractAsyncContextManager[None], heart: Heart
 ) -> None:
-    beating = asyncio.create_task(_beat(heart))  # also while it stops, which open streams may draw out
+    beating = asyncio.create_task(_beat(heart))  # also while the server stops, which can take long
     async with beside:
         await server.serve(sockets=[listener])
     beating.cancel()
 
 
 async def _beat(heart: Heart) -> None:
-    """Show that the event loop turns."""
+    """Show regularly that the event loop runs."""
     while True:
         heart.beat()
         await asyncio.sleep(BEAT_S)

@@ -1,8 +1,8 @@
-"""`python -m octavo.gateway.reader`: long bodies to tokens, for a gateway, whose event loop none of this work can hold.
+"""`python -m octavo.gateway.reader`: turns long bodies into tokens for a gateway, whose event loop stays free.
 
-To decode JSON, to render a template and to search a text are calls that hold an interpreter for as long as they take.
-Orders come through standard input, and answers go to standard output. Bodies take turns, a step each, so that the
-shorter of them ends first. A step that takes too long ends the process: the gateway starts another.
+Decoding JSON, rendering a template and searching a text hold the interpreter until they return. Orders come through
+standard input, and replies go to standard output. Bodies take turns, one step each, so that short ones end first. A
+step that takes too long ends the process; the gateway starts another process.
 """
 
 import faulthandler
@@ -19,14 +19,14 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.http.body import decode_body
 from octavo.gateway.http.door import Door
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.service import served_name
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE
-from octavo.gateway.reading.messages import Answer, Cancel, Done, Order, Piece, Read, Tokens, Wrong, framed, read_order
+from octavo.gateway.reading.messages import Cancel, Done, Order, Piece, Read, Reply, Tokens, Wrong, framed, read_order
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles, read_model_files
 from octavo.gateway.text.steps import Steps, next_step
@@ -35,32 +35,32 @@ from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
 DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE)}
-STEP_S = 5.0  # of processor time: of usual texts a step takes milliseconds
-UNWANTED_S = 0.5  # the same, of a step for a client that left
+STEP_S = 5.0  # the most processor time of a step; usual texts take milliseconds
+UNWANTED_S = 0.5  # the same, for a client that left
 LOOK_S = 0.1
 
-Start = Callable[[Read, bytes], Steps[list[Answer]]]
+Start = Callable[[Read, bytes], Steps[list[Reply]]]
 
 logger = logging.getLogger(__name__)
 
 
 class Jobs:
-    """The bodies that are being read. `turn` has a thread of its own, `take` another and `end_if_slow` a third."""
+    """The bodies that are being read. `turn`, `take` and `end_if_slow` are called by three different threads."""
 
     def __init__(
         self,
         start: Start,
-        answer: Callable[[Answer], None],
+        answer: Callable[[Reply], None],
         step_s: float = STEP_S,
         unwanted_s: float = UNWANTED_S,
     ) -> None:
         self._start, self._answer = start, answer
         self._step_s, self._unwanted_s = step_s, unwanted_s
-        self._pieces: dict[int, list[bytes]] = {}  # of those whose end has not come
+        self._pieces: dict[int, list[bytes]] = {}  # by job, for bodies that have not arrived completely
         self._wanted: set[int] = set()
         self._ordered: queue.SimpleQueue[tuple[Read, bytes]] = queue.SimpleQueue()
-        self._waiting: deque[tuple[int, Steps[list[Answer]]]] = deque()
-        self._present: tuple[int, float] | None = None  # whose step it is, and when it began
+        self._waiting: deque[tuple[int, Steps[list[Reply]]]] = deque()
+        self._present: tuple[int, float] | None = None  # the job of the present step, and when the step began
         self._is_ending = threading.Lock()
 
     def take(self, order: Order) -> None:
@@ -75,7 +75,7 @@ class Jobs:
                 self._wanted.discard(job_id)
 
     def turn(self) -> None:
-        """Do a step of the body that waits longest; wait for one if there is none."""
+        """Do a step of the body that has waited longest. Wait for a body if there is none."""
         while not self._waiting or not self._ordered.empty():
             read, content = self._ordered.get()
             self._waiting.append((read.job_id, self._start(read, content)))
@@ -94,7 +94,7 @@ class Jobs:
             self._answer(answer)
 
     def end_if_slow(self, end: Callable[[], None]) -> None:
-        """Answer to a body whose present step takes too long, and call `end`, which has to end the process."""
+        """If the present step takes too long, reply that its body failed and call `end`, which must end the process."""
         with self._is_ending:
             if self._present is None:
                 return
@@ -112,8 +112,8 @@ def _too_slow(job_id: int, limit_s: float) -> Wrong:
     return Wrong(job_id, reason, None, 400, "prompt_too_slow")
 
 
-def _answers(job_id: int, steps: Steps[list[Answer]]) -> list[Answer] | None:
-    """Do the next step. Return what to answer, or None if there are more."""
+def _answers(job_id: int, steps: Steps[list[Reply]]) -> list[Reply] | None:
+    """Do the next step. Return the replies, or None if there are more steps."""
     try:
         result = next_step(steps)
     except RequestError as error:
@@ -127,16 +127,16 @@ def _answers(job_id: int, steps: Steps[list[Answer]]) -> list[Answer] | None:
 
 
 def reading(files: ModelFiles) -> Start:
-    """Return what starts to read a body, for a model."""
+    """Return a function that starts to read a body for the model of `files`."""
 
-    def start(read: Read, content: bytes) -> Steps[list[Answer]]:
+    def start(read: Read, content: bytes) -> Steps[list[Reply]]:
         door = DOORS[read.door]
         body = decode_body(door.decoder, content)
         del content
         asked = door.ask(body)
         served_name(body.model, read.model_names)
         yield
-        model = Model(files, read.ready, draw_seed=lambda: 0)  # the gateway draws
+        model = ServedModel(files, read.ready, draw_seed=lambda: 0)  # the gateway draws the seed
         prepared = yield from door.prepare(asked, model)
         body.forget_prompt()
         body.forget_advice()
@@ -147,7 +147,7 @@ def reading(files: ModelFiles) -> Start:
 
 
 def _listen(orders: BinaryIO, jobs: Jobs) -> None:
-    """Take orders until the gateway is gone, and end then."""
+    """Take orders until the gateway has ended; then end this process."""
     while order := read_order(orders):
         jobs.take(order)
     os._exit(0)
@@ -160,19 +160,19 @@ def _watch(jobs: Jobs) -> None:
 
 
 def main() -> int:
-    """Never returns but with a status for a model that cannot be used."""
+    """Serve until the gateway ends. Return an exit status only for a model that cannot be used."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever prints
+    os.dup2(2, 1)  # a library that prints must not write between the replies
     faulthandler.register(signal.SIGQUIT)
     try:
         config = load_config(os.environ)
-        configure_logging("reader", "error")  # the gateway has said what there is to say of the model
+        configure_logging("reader", "error")  # the gateway has logged the warnings about the model
         files = read_model_files(config)
     except (ValueError, OSError) as error:
         return refuse("octavo.gateway.reader", error)
 
-    def answer(message: Answer) -> None:
+    def answer(message: Reply) -> None:
         content = memoryview(framed(message))
         while content:
             content = content[answers.write(content) :]

@@ -1,10 +1,9 @@
-"""The one error of a request: its status, and what a dialect says about it. No HTTP library is needed to raise it."""
+"""The error of a request, which each dialect renders. Raising it needs no HTTP library."""
 
 
 class RequestError(Exception):
-    """A request that is answered with an error: the status, and what the envelope says.
-
-    `param` is the path of the field that is wrong ("messages[0].content"), `code` a word for programs.
+    """A request is answered with an error. `param` is the path of the wrong field ("messages[0].content"); `code` is a
+    word for programs.
     """
 
     def __init__(
@@ -21,12 +20,12 @@ class RequestError(Exception):
 
 
 def unsupported(param: str, what: str | None = None) -> RequestError:
-    """Return the error for a field, or a value of it, that is known but not implemented."""
+    """Return the error for a known field, or a value of it, that is not implemented."""
     return RequestError(f"{what or param} is not supported", param=param, code="unsupported_parameter")
 
 
 def overloaded(reason: str, retry_after_s: float) -> RequestError:
-    """Return the 429 that asks the client to come back after `retry_after_s`."""
+    """Return the error (429) that asks the client to try again after `retry_after_s`."""
     headers = {"Retry-After": str(max(1, round(retry_after_s)))}
     return RequestError(reason, status=429, code="overloaded", headers=headers)
 

@@ -1,4 +1,4 @@
-"""What a caller asks for, in no dialect. Each door makes it of its own body; `prepare` makes requests of it."""
+"""What a caller asks for, independent of any API. Each door converts its body to `Asked`; `prepare` makes requests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ class PromptText:
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
     token_ids: list[int]
-    text: str | None = None  # what they are of, if somebody may ask for it
+    text: str | None = None  # the text of the tokens; None: the caller does not need it
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ AskedPrompt = PromptText | PromptTokens | PromptMessages
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldNames:
-    """What the caller calls the fields that an error can name."""
+    """The caller's names of the fields that an error can name."""
 
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
@@ -41,11 +41,11 @@ class FieldNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedSampling:
-    """How to choose tokens. None means: as the model's generation config says, else as OpenAI's API does."""
+    """How to choose tokens. None: the value of the model's generation config, or else the default of OpenAI's API."""
 
     max_tokens: int | None = None
-    default_max_tokens: int | None = None  # if neither the caller nor the model says; None: all that fit
-    cuts_max_tokens: bool = False  # more than fit: generate what fits, instead of an error
+    default_max_tokens: int | None = None  # if neither the caller nor the model sets it; None: all that fit
+    cuts_max_tokens: bool = False  # if max_tokens do not fit: generate as many as fit, instead of an error
     min_tokens: int = 0
     temperature: float | None = None
     top_p: float | None = None
@@ -67,7 +67,7 @@ class AskedSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedPrompts:
-    """Prompts alone. They are made as they are read, so that this can happen in a thread."""
+    """Prompts alone. `prompts` may be lazy: a thread reads it."""
 
     prompts: Iterable[AskedPrompt]
     names: FieldNames = FieldNames()

@@ -1,4 +1,4 @@
-"""The generations of one HTTP request: started together or not at all, read as one stream, ended together."""
+"""The generations of one request: they start together or not at all, are read as one stream, and end together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,23 +17,23 @@ class Observer(Protocol):
     def end(self, reason: str) -> None: ...
 
 
-# Called once all that may run together are admitted: the requests and n to an observer for each.
+# Called with the requests and n as soon as those that run first are admitted; returns an observer for each request.
 Observe = Callable[[Sequence[GenerationRequest], int], Sequence[Observer]]
 
 
-class TokenCounts(NamedTuple):
-    """What a request used: the prompt of n choices counts once, and so does what the first found in the cache."""
+class UsedTokens(NamedTuple):
+    """The tokens that a request used. A prompt with n choices counts once, with `cached` of its first choice."""
 
     prompt: int
-    cached: int  # of the prompt
+    cached: int  # prompt tokens that the KV cache had already
     completion: int
 
 
 class Choices:
-    """What `start` returns: as many choices are admitted as may run at once. Iterating gives events as they
-    come, and starts one of the others whenever a choice has ended.
+    """The choices of one request; as many as may run at once are admitted. Iterating gives events in the order in
+    which they arrive, and starts a waiting choice whenever another choice has ended.
 
-    Iterating raises RequestError if one of them fails; `close`, idempotent, aborts what still runs.
+    Iterating raises RequestError if a choice fails. `close` is idempotent and aborts the choices that still run.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Choices:
     ) -> None:
         self._engine = engine
         self._requests = requests
-        self._generations = dict(enumerate(generations))  # by choice; a choice that waits has none
+        self._generations = dict(enumerate(generations))  # by choice; a waiting choice is missing
         self._is_closed = False
         self._observers = observers
         self._splitters = [new_splitter() for _ in requests]
@@ -66,9 +66,9 @@ class Choices:
         observe: Observe,
         new_splitter: NewSplitter = PlainText,
     ) -> "Choices":
-        """Return the choices of `requests`, n a prompt, once as many choices as may run together are admitted.
+        """Return the choices of `requests`, n per prompt, as soon as as many as may run at once are admitted.
 
-        Raises RequestError if one is not (429, 503 or 400): then none is left running.
+        Raises RequestError (429, 503 or 400) if one of these choices is not admitted; then the others are aborted.
         """
         try:
             generations = await _start_all(engine, requests[: _num_places(engine)])
@@ -119,7 +119,7 @@ class Choices:
         return await anext(generation)
 
     def _event(self, index: int, delta: Delta) -> Event:
-        """Count what a choice gives, and return it in parts. Raises RequestError if it failed."""
+        """Count the tokens of `delta` and return its event. Raises RequestError if the choice failed."""
         self._observers[index].see(delta)
         self._num_completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -131,15 +131,15 @@ class Choices:
         return Event(index, self._splitters[index].split(delta), delta)
 
     async def collect(self) -> list[Answer]:
-        """Return all choices, complete."""
+        """Return the complete answers of all choices."""
         answers = [Answer() for _ in self._requests]
         async for event in self:
             answers[event.choice].add(event)
         return answers
 
-    def counts(self) -> TokenCounts:
-        """Return what was used, once every choice has ended."""
-        return TokenCounts(self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens)
+    def used_tokens(self) -> UsedTokens:
+        """Return how many tokens were used. Call it after every choice has ended."""
+        return UsedTokens(self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens)
 
     def close(self) -> None:
         self._is_closed = True
@@ -163,5 +163,5 @@ async def _start_all(engine: Engine, requests: Sequence[GenerationRequest]) -> l
 
 
 def _num_places(engine: Engine) -> int:
-    """Return how many choices of one request may run at once: a quarter of a step is left to others."""
+    """Return how many choices of one request may run at once: a quarter of each step is left to other requests."""
     return max(1, engine.ready.max_num_seqs * 3 // 4) if engine.ready else 1

@@ -1,4 +1,4 @@
-"""From prompts as they were given to their tokens: what every door needs, whatever it does with them."""
+"""Encodes given prompts. Every door needs their tokens."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from octavo.gateway.asking.asked import (
     PromptText,
     PromptTokens,
 )
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import check_token_ids
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.chat_template import ChatTemplate, ChatTemplateError, RenderedChat
@@ -18,26 +18,26 @@ from octavo.gateway.text.least_tokens import MAX_CHARACTERS_PER_TOKEN
 from octavo.gateway.text.steps import Steps
 from octavo.gateway.text.tokenizer import TooManyTokens
 
-MAX_TOKENS = 1 << 20  # of a prompt that is not generated from: as many as a body can list
+MAX_TOKENS = 1 << 20  # of a prompt that is only tokenized: as many as a body can list
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    text: str | None  # None: it was given as ids, or nobody will ask for it
+    text: str | None  # None: the prompt was given as token ids, or the text is not needed
     token_ids: list[int]
 
 
-class PromptTooLong(Exception):  # noqa: N818  (what a prompt is)
-    """A prompt with more tokens than were allowed; how many, nobody knows."""
+class PromptTooLong(Exception):  # noqa: N818  (a property of the prompt)
+    """The prompt has more tokens than are allowed. The exact number is not known."""
 
 
 def encode(
-    given: AskedPrompt, model: Model, names: FieldNames, *, max_tokens: int, keeps_text: bool
+    given: AskedPrompt, model: ServedModel, names: FieldNames, *, max_tokens: int, keeps_text: bool
 ) -> Steps[PreparedPrompt]:
     """Return, in steps, the text and the tokens of one prompt.
 
-    Raises RequestError, and PromptTooLong as soon as there are more than `max_tokens`. That is not always known before
-    the end: the result may have more as well.
+    Raises RequestError, and PromptTooLong as soon as it is known that there are more than `max_tokens`. The result can
+    have more than `max_tokens` too.
     """
     tokenizer = model.files.tokenizer
     text: str | None = None
@@ -57,10 +57,10 @@ def encode(
     return PreparedPrompt(text, token_ids)
 
 
-def encode_only(asked: AskedPrompts, model: Model) -> Steps[list[PreparedPrompt]]:
-    """Return, in steps, prompts that nothing is generated from: the context is no limit to them, and they may be empty.
+def encode_only(asked: AskedPrompts, model: ServedModel) -> Steps[list[PreparedPrompt]]:
+    """Return, in steps, prompts that are only tokenized: they may be empty, or longer than the context.
 
-    Raises RequestError; the first prompt that is wrong ends it.
+    Raises RequestError at the first prompt that is wrong.
     """
     max_tokens = max(MAX_TOKENS, model.ready.max_model_len)
     prompts = []
@@ -78,7 +78,7 @@ def encode_only(asked: AskedPrompts, model: Model) -> Steps[list[PreparedPrompt]
 
 def _render(template: ChatTemplate, given: PromptMessages, max_tokens: int, names: FieldNames) -> RenderedChat:
     num_characters = sum(len(message["content"]) for message in given.messages)
-    if num_characters > max_tokens * MAX_CHARACTERS_PER_TOKEN:  # no template has to render what can only be too long
+    if num_characters > max_tokens * MAX_CHARACTERS_PER_TOKEN:  # too many tokens in any case
         raise PromptTooLong(f"the prompt has {num_characters} characters, more than that many tokens can have")
     try:
         return template.render(

@@ -1,4 +1,4 @@
-"""What encodes prompts is done in steps, in threads, and a bounded number of them is under way at once."""
+"""Prompts are encoded in steps, in threads. The number of prompts that are being encoded is bounded."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -15,14 +15,14 @@ RETRY_AFTER_S = 1.0
 
 
 class Encodings:
-    """Encodings take turns, so the shorter of them ends first; those whose client left take no more turns."""
+    """Encodings take turns, so that short ones end first. If a client leaves, its encoding gets no more turns."""
 
     def __init__(self) -> None:
         self._num_running = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="encode")
 
     async def run(self, steps: Steps[Result]) -> Result:
-        """Return what `steps` return. Raises RequestError (429) if too many encodings are under way."""
+        """Return the result of `steps`. Raises RequestError (429) if too many encodings are running."""
         if self._num_running >= MAX_ENCODINGS:
             message = f"{self._num_running} other prompts are being tokenized: send the request again later"
             raise overloaded(message, RETRY_AFTER_S)
@@ -30,7 +30,7 @@ class Encodings:
         self._num_running += 1
         try:
             while True:
-                # One call a slice: whoever asked first is next, and a slice that nobody waits for is not begun.
+                # One call per step: encodings take turns, and a cancelled encoding does not begin its next step.
                 result = await loop.run_in_executor(self._threads, next_step, steps)
                 if result is not None:
                     return result[0]
@@ -38,5 +38,5 @@ class Encodings:
             self._num_running -= 1
 
     def close(self) -> None:
-        """End the threads; the slices that they were asked for are done first."""
+        """End the threads, after the steps that are queued for them."""
         self._threads.shutdown()

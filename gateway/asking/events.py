@@ -1,4 +1,4 @@
-"""What a choice gives as every dialect renders it: the parts of an answer, and the tokens behind them."""
+"""The events of a choice, which every dialect renders: the parts of an answer, with their tokens."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -14,12 +14,12 @@ class Content(msgspec.Struct, frozen=True, gc=False):
     text: str
 
 
-# What an answer is made of, in order. A dialect has one place in its answer for each kind.
+# An answer is a sequence of parts. A dialect has one place in its answer for each kind of part.
 Part = Content
 
 
 class Splitter(Protocol):
-    """Divides the text of one choice into parts. It may hold text back until the last delta."""
+    """Divides the text of one choice into parts. A splitter may hold text back until the last delta."""
 
     def split(self, delta: Delta) -> tuple[Part, ...]: ...
 
@@ -35,7 +35,7 @@ NewSplitter = Callable[[], Splitter]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What is new of one choice. `delta` has its tokens, log probabilities and end, `parts` what its text says."""
+    """New output of one choice. `delta` has tokens, log probabilities and the finish; `parts` has the text, divided."""
 
     choice: int
     parts: tuple[Part, ...]
@@ -43,7 +43,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Answer:
-    """All that the events of one choice come to."""
+    """The whole answer of one choice, collected from its events."""
 
     def __init__(self) -> None:
         self.whole = Whole()

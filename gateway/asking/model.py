@@ -1,4 +1,4 @@
-"""The served model as requests see it."""
+"""The served model as `prepare` needs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from octavo.protocol.messages import Ready
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ServedModel:
     files: ModelFiles
     ready: Ready
     draw_seed: Callable[[], int]  # 64 random bits

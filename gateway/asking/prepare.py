@@ -1,13 +1,13 @@
-"""From what is asked to what the engine starts: encoded, checked, resolved. The one path of every door."""
+"""Encodes and checks what is asked, resolves its sampling, and makes the engine's requests. Every door uses it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.gateway.asking.asked import Asked, AskedPrompt
 from octavo.gateway.asking.encode import PreparedPrompt, PromptTooLong, encode
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
-from octavo.gateway.link.engine import GenerationRequest, Prompt
+from octavo.gateway.link.engine import EncodedPrompt, GenerationRequest
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.steps import Steps
 from octavo.gateway.text.text_cuts import SLICE_CHARACTERS
@@ -23,8 +23,8 @@ class Prepared:
     requests: list[GenerationRequest]
 
 
-def prepare(asked: Asked, model: Model, request_id: str, tenant: str = "") -> Steps[Prepared]:
-    """Return, in steps, what to start. Raises RequestError; the first prompt that is wrong ends it.
+def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "") -> Steps[Prepared]:
+    """Return, in steps, the requests to start. Raises RequestError at the first prompt that is wrong.
 
     `request_id` is unique over the life of the process.
     """
@@ -40,14 +40,14 @@ def prepare(asked: Asked, model: Model, request_id: str, tenant: str = "") -> St
     return Prepared(prompts, _requests(asked, prompts, samplings, request_id, tenant))
 
 
-def prepare_prompts(asked: Asked, model: Model) -> Steps[list[PreparedPrompt]]:
-    """Return, in steps, the prompts alone, of what passes all the checks of `prepare`."""
+def prepare_prompts(asked: Asked, model: ServedModel) -> Steps[list[PreparedPrompt]]:
+    """Return, in steps, only the prompts, after all checks of `prepare`."""
     prepared = yield from prepare(asked, model, request_id="")
     return prepared.prompts
 
 
-def _encode(given: AskedPrompt, asked: Asked, model: Model) -> Steps[PreparedPrompt]:
-    """Return, in steps, a prompt to generate from. Raises RequestError if it is empty, or longer than the context."""
+def _encode(given: AskedPrompt, asked: Asked, model: ServedModel) -> Steps[PreparedPrompt]:
+    """Return, in steps, a prompt for generation. Raises RequestError if it is empty, or longer than the context."""
     max_model_len, param = model.ready.max_model_len, asked.names.prompt
     try:
         prompt = yield from encode(given, model, asked.names, max_tokens=max_model_len, keeps_text=asked.keeps_text)
@@ -68,7 +68,7 @@ def _requests(
     for prompt, sampling in zip(prompts, samplings, strict=True):
         if excess := excess_of_prompt_logprobs(len(prompt.token_ids), sampling.num_prompt_logprobs):
             raise RequestError(excess, param=asked.names.logprobs, code="invalid_value")
-    shared = [Prompt.of(f"{request_id}-{index}", prompt.token_ids) for index, prompt in enumerate(prompts)]
+    shared = [EncodedPrompt.of(f"{request_id}-{index}", prompt.token_ids) for index, prompt in enumerate(prompts)]
     return [
         GenerationRequest(
             request_id=f"{request_id}-{index * asked.n + choice}",

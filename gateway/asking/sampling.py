@@ -1,4 +1,4 @@
-"""From what is asked to Sampling: what it says, else what the generation config says, else OpenAI's default."""
+"""Resolves sampling: a value comes from the caller, or else from the generation config, or else from OpenAI's API."""
 
 import hashlib
 import re
@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from octavo.gateway.asking.asked import AskedSampling, FieldNames
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.generation_config import SamplingDefaults
 from octavo.gateway.text.tokenizer import Tokenizer
@@ -19,7 +19,7 @@ MASK_64 = 2**64 - 1
 Value = TypeVar("Value", int, float)
 
 
-def resolve_sampling(asked: AskedSampling, model: Model, num_prompt_tokens: int, names: FieldNames) -> Sampling:
+def resolve_sampling(asked: AskedSampling, model: ServedModel, num_prompt_tokens: int, names: FieldNames) -> Sampling:
     """Return the sampling of choice 0.
 
     Raises RequestError for an id that is not in the vocabulary, more tokens than fit, or too many log probabilities.
@@ -52,7 +52,7 @@ def resolve_sampling(asked: AskedSampling, model: Model, num_prompt_tokens: int,
 def _resolve_max_tokens(
     asked: AskedSampling, model_default: int | None, num_prompt_tokens: int, max_model_len: int, names: FieldNames
 ) -> int:
-    """Return how many tokens to generate at most. Raises RequestError if the prompt, or both, are too long."""
+    """Return how many tokens to generate at most. Raises RequestError if these, or the prompt alone, do not fit."""
     room = max_model_len - num_prompt_tokens
     if room < (0 if asked.max_tokens == 0 else 1):
         raise context_length_exceeded(
@@ -72,13 +72,13 @@ def _resolve_max_tokens(
 
 
 def _special_stop_ids(stops: Sequence[str], tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of the stop strings that are special tokens: texts leave those out, so only the id can stop."""
+    """Return the ids of the stop strings that are special tokens. They are not in the text, so only the id can stop."""
     token_ids = map(tokenizer.token_id, stops)
     return [token_id for token_id in token_ids if token_id in tokenizer.special_token_ids]
 
 
 def for_choice(params: Sampling, index: int) -> Sampling:
-    """Return the sampling of choice `index`: its own seed, which depends on nothing but the request's and the index."""
+    """Return the sampling of choice `index`: its seed depends on the request's seed and `index` alone."""
     if index == 0:
         return params
     digest = hashlib.blake2b(params.seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
@@ -86,13 +86,13 @@ def for_choice(params: Sampling, index: int) -> Sampling:
 
 
 def context_length_exceeded(max_model_len: int, reason: str, param: str) -> RequestError:
-    """Return the error for what does not fit the context: it begins with the words by which clients recognise it."""
+    """Return the error for a request that does not fit the context. Clients recognise it by its first words."""
     message = f"the prompt is too long: this model's maximum context length is {max_model_len} tokens, {reason}"
     return RequestError(message, param=param, code="context_length_exceeded")
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
-    """Raise RequestError that names the first id outside of the vocabulary."""
+    """Raise RequestError that names the first id outside the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         shown = wrong if abs(wrong) < 2**64 else "of more than 64 bits"
@@ -122,7 +122,7 @@ def _first(asked: Value | None, default: Value | None, otherwise: Value) -> Valu
 
 def _logit_bias(biases: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
     for key in biases:
-        # One way to write an id, so that none has two biases.
+        # Each id has exactly one spelling, so that no id has two biases.
         if not re.fullmatch(r"0|[1-9][0-9]{0,9}", key):
             message = f"logit_bias: {key[:40]!r} is not a token id"
             raise RequestError(message, param="logit_bias", code="invalid_token_id")

@@ -1,4 +1,4 @@
-"""The HTTP application as a value: routes, middleware and what they share are all made here."""
+"""Makes the HTTP application: its routes, its middleware, and the service that the routes share."""
 
 import asyncio
 import random
@@ -36,13 +36,13 @@ from octavo.protocol.link_keys import client_keys
 from octavo.protocol.version import __version__
 
 KEEP_ALIVE_S = 10.0
-FIRST_ANSWER_S = 2.0  # until it is given up to have a scheduler before the first request
+FIRST_ANSWER_S = 2.0  # the longest wait for a scheduler before the first request is taken
 
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[dict[str, Service]]]
 
 
 async def health(request: Request) -> Response:
-    """200 only while a request could make progress."""
+    """Answer 200 only while a request could make progress."""
     service: Service = request.state.service
     warning = idle_executors(service.engine.num_idle_executors)
     if service.engine.healthy:
@@ -56,12 +56,12 @@ def idle_executors(num: int) -> str:
     """Return a warning about `num` executors that hold memory and compute nothing; an empty text if `num` is 0."""
     if not num:
         return ""
-    whose = "1 executor holds" if num == 1 else f"{num} executors hold"
-    return f"{whose} memory for nothing: another one has the place at the scheduler, which has one executor"
+    who = "1 executor holds" if num == 1 else f"{num} executors hold"
+    return f"{who} memory for nothing: another one has the place at the scheduler, which has one executor"
 
 
 async def live(request: Request) -> Response:
-    """200 while this process answers, whatever the scheduler does: for whoever restarts processes that hang."""
+    """Answer 200 while this process works, whatever the scheduler does. A supervisor restarts a process that hangs."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
@@ -96,7 +96,7 @@ SHORT_ROUTES = [
 
 
 def model_names(config: Config) -> tuple[str, ...]:
-    """Return the names that requests may use for the model; it is shown under the first."""
+    """Return the names that requests may use for the model. An answer to a request without a name has the first."""
     return config.served_model_name or (config.model,)
 
 
@@ -109,9 +109,9 @@ def create_app(
 ) -> Starlette:
     """Return the application that serves the model directory `config.model` through `config.schedulers`.
 
-    It counts in `metrics`, or else in its own, which `/metrics` shows. A stream that is silent for `keep_alive_s`
-    seconds gets a comment. Raises ValueError if the directory cannot be used, or a link lacks its keys. Nothing
-    is connected before the application's lifespan begins.
+    `/metrics` shows `metrics`, or metrics of the application's own. A stream that is silent for `keep_alive_s` seconds
+    gets a comment. Raises ValueError if the directory cannot be used, or a link lacks its keys. The application
+    connects to schedulers when its lifespan begins.
     """
     names = model_names(config)
     metrics = metrics or Metrics(names[0])
@@ -121,7 +121,7 @@ def create_app(
             Middleware(RequestIds),
             Middleware(RootPath, root_path=config.root_path),
             Middleware(CountRequests, metrics=metrics, routes=ROUTES),
-            # A preflight bears no key: it comes before the keys.
+            # A preflight has no key: Origins must come before Authentication.
             Middleware(Origins, allowed=config.allowed_origins, has_keys=bool(config.api_key)),
             Middleware(Authentication, keys=config.api_key),
         ],
@@ -145,11 +145,21 @@ def _lifespan(
             reports = EngineCollector(engine, names[0])
             metrics.registry.register(reports)
             watching = asyncio.create_task(watch_loop(metrics.loop_lag_s))
-            # Requests that arrive earlier wait in the listener's queue: a replica that is added refuses none.
+            # Requests that arrive earlier wait in the listener's queue, so that a new replica refuses no request.
             await engine.first_answer(FIRST_ANSWER_S)
             encodings, long_bodies = Encodings(), LongBodies(config, names)
             bodies = Bodies(config.max_held_body_bytes, body_times)
-            service = Service(names, files, engine, metrics, seeds, keep_alive_s, bodies, encodings, long_bodies)
+            service = Service(
+                model_names=names,
+                files=files,
+                engine=engine,
+                metrics=metrics,
+                seeds=seeds,
+                keep_alive_s=keep_alive_s,
+                bodies=bodies,
+                encodings=encodings,
+                long_bodies=long_bodies,
+            )
             yield {"service": service}
             watching.cancel()
             metrics.registry.unregister(reports)

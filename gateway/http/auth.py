@@ -1,6 +1,6 @@
-"""Keys, as bearer token or X-Api-Key: every path but a short public list needs one, if any are set.
+"""API keys, as bearer token or X-Api-Key. If keys are set, every path except PUBLIC_PATHS needs one.
 
-The key tells the tenant.
+The key determines the tenant.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ PUBLIC_PATHS = frozenset({"/health", "/live"})
 
 
 def tenant_of(key: bytes) -> str:
-    """Return the name under which a key's work is known to the scheduler: the key itself never travels."""
+    """Return the name by which the scheduler knows a key's requests: the key itself never leaves the gateway."""
     return hashlib.sha256(b"octavo tenant\0" + key).hexdigest()[:16]
 
 
@@ -43,7 +43,7 @@ class Authentication:
         if not self.keys:
             return ""
         for given in _given_keys(scope):
-            # Every key is compared, so that the time says nothing of which one was close.
+            # Every key is compared, so that the time does not tell which key was close.
             matches = [hmac.compare_digest(given, key) for key in self.keys]
             if any(matches):
                 return self.tenants[matches.index(True)]
@@ -51,7 +51,7 @@ class Authentication:
 
 
 def _given_keys(scope: Scope) -> list[bytes]:
-    """Return what was sent for a key: the first of either header, as a proxy may need the one for itself."""
+    """Return the keys that the client sent, one per header: a proxy may use one of the two headers itself."""
     first = dict(reversed(scope["headers"]))
     scheme, _, token = first.get(b"authorization", b"").partition(b" ")
     given = (token.strip() if scheme.lower() == b"bearer" else b"", first.get(b"x-api-key", b"").strip())

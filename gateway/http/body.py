@@ -1,4 +1,4 @@
-"""The body of a request: read within a limit, decoded into a Struct, and what is wrong with it said in plain words."""
+"""Reads the body of a request within limits, decodes it into a Struct, and explains its faults in plain words."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from octavo.gateway.openai.types import without_nulls
 from octavo.gateway.request_error import RequestError
 
 MAX_BODY_BYTES = 64 << 20
-MAX_VALUES = 1 << 20  # decoding takes time and memory by values, not by bytes
-MAX_EXPLAINED_BYTES = 1 << 20  # the explaining second parse takes longer
+MAX_VALUES = 1 << 20  # the time and memory of decoding depend on the number of values, not of bytes
+MAX_EXPLAINED_BYTES = 1 << 20  # the second parse, which explains a fault, takes longer
 
 JSON_TYPE = re.compile(r"application/(json|[a-z0-9!#$&^_.-]+\+json)")
 
@@ -25,10 +25,10 @@ AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 
 async def read_body(request: Request, place: Place) -> list[bytes]:
-    """Return the whole body in pieces, which hold their bytes in `place`.
+    """Return the whole body in pieces; `place` counts its bytes.
 
-    Raises RequestError if it is compressed or not JSON (415), too large (413), too slow (408), or there is no room for
-    it (429).
+    Raises RequestError if the body is compressed or not JSON (415), too large (413), too slow (408), or if the bodies
+    of other requests leave no room (429).
     """
     _check_content_type(request.headers)
     encoding = request.headers.get("content-encoding", "identity").lower()
@@ -64,9 +64,9 @@ async def _read_pieces(request: Request, place: Place) -> list[bytes]:
 
 
 def _check_content_type(headers: Headers) -> None:
-    """Raise RequestError (415) for a type that is not JSON's: a page of any site may send the others unasked.
+    """Raise RequestError (415) for a type other than JSON: a page of any site may send some other types.
 
-    Programs may leave it out; a page, which a browser gives an Origin, may not.
+    Programs may leave the type out; web pages, whose requests have an Origin, may not.
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if JSON_TYPE.fullmatch(kind) or (not kind and "origin" not in headers):
@@ -92,7 +92,7 @@ def decode_body(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyS
 
 
 def _decoded_without_nulls(decoder: "msgspec.json.Decoder[AnyStruct]", body: bytes) -> AnyStruct:
-    """Return the Struct in a `body` in which names that nobody knows are null, or raise RequestError for one."""
+    """Return the Struct in a `body` with unknown fields. Raises RequestError if one of them is not null."""
     try:
         found: AnyStruct = msgspec.convert(without_nulls(msgspec.json.decode(body)), decoder.type)
     except msgspec.ValidationError as error:
@@ -105,9 +105,9 @@ def _decoded_without_nulls(decoder: "msgspec.json.Decoder[AnyStruct]", body: byt
 
 
 def _check_num_values(body: bytes) -> None:
-    """Raise RequestError (413) for more values than any request has; what separates them counts inside strings too."""
+    """Raise RequestError (413) for more values than any request has. Separators inside strings are counted too."""
     num_values = 0
-    for start in range(0, len(body), MAX_VALUES):  # so that a count ends soon after it is too high
+    for start in range(0, len(body), MAX_VALUES):  # so that counting ends soon after the limit
         num_values += sum(body.count(separator, start, start + MAX_VALUES) for separator in (b",", b"[", b"{"))
         if num_values > MAX_VALUES:
             raise RequestError(f"the body has more than {MAX_VALUES} values", status=413, code="body_too_large")
@@ -124,7 +124,7 @@ def _check_size(num_bytes: int) -> None:
 
 
 def _too_slow(complaint: str) -> RequestError:
-    headers = {"Connection": "close"}  # what is still to come belongs to no request
+    headers = {"Connection": "close"}  # the rest of the body must not be read as a request
     return RequestError(f"the body {complaint}: send it again", status=408, code="request_timeout", headers=headers)
 
 
@@ -147,7 +147,7 @@ def _malformed(body: bytes, complaint: str) -> RequestError:
         return _too_deep()
     if param:
         return RequestError(f"{param}: NaN and Infinity are not valid JSON", param=param, code="invalid_json")
-    # What the standard library takes and msgspec does not.
+    # The one fault that msgspec finds and the standard library does not.
     return RequestError("the body has a \\u escape that is half of a surrogate pair", code="invalid_json")
 
 
@@ -160,7 +160,7 @@ def _explain(text: str, error: json.JSONDecodeError) -> str:
 
 
 def _find_not_finite(value: Any, path: str) -> str:
-    """Return the path of the first number in `value` that is NaN or infinite, or nothing."""
+    """Return the path of the first number in `value` that is NaN or infinite, or ""."""
     if isinstance(value, float):
         return "" if math.isfinite(value) else path or "the body"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What bodies may take of the gateway: memory all together, and time each."""
+"""Limits of bodies: the memory of all bodies together, and the time of each."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from octavo.gateway.request_error import overloaded
 
-FREE_BYTES = 64 << 10  # of each body: the connection's own buffer holds as much
+FREE_BYTES = 64 << 10  # of each body that are not counted: the connection's own buffer holds as much
 RETRY_AFTER_S = 1.0
 
 
@@ -20,7 +20,7 @@ class BodyTimes:
 
 @dataclass(slots=True)
 class Bodies:
-    """The bodies that are held: from their first byte until their text has become tokens."""
+    """The memory of all bodies. A body is counted from its first byte until its text has become tokens."""
 
     max_bytes: int
     times: BodyTimes = field(default_factory=BodyTimes)
@@ -28,7 +28,7 @@ class Bodies:
 
     @contextmanager
     def place(self) -> Iterator["Place"]:
-        """Give room to one body; what it holds is given back at the end of the context at the latest."""
+        """Give a place to one body. At the latest, the end of the context gives the body's bytes back."""
         place = Place(self)
         try:
             yield place
@@ -37,21 +37,21 @@ class Bodies:
 
 
 class Place:
-    """What one body holds."""
+    """The bytes that one body holds."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
-        self._num_bytes = 0  # counted
-        self.num_bytes = 0  # of the body, as far as it has come
+        self._num_bytes = 0  # counted in `bodies`
+        self.num_bytes = 0  # of the body, so far
 
     @property
     def times(self) -> BodyTimes:
         return self._bodies.times
 
     def check(self, num_bytes: int) -> None:
-        """Raise RequestError (429) if a body of `num_bytes` has no room now. Nothing is held for an announcement.
+        """Raise RequestError (429) if there is no room now for a body of `num_bytes`. This reserves nothing.
 
-        A body beside which no other is held always has room: sent again, each gets its turn.
+        There is always room for a body while no other is held, so that every body gets its turn if it is sent again.
         """
         counted, others = num_bytes - FREE_BYTES, self._bodies.num_bytes - self._num_bytes
         if counted > 0 and others > 0 and others + counted > self._bodies.max_bytes:
@@ -70,6 +70,6 @@ class Place:
         self._num_bytes = counted
 
     def give_back(self) -> None:
-        """Hold nothing; may be called any number of times."""
+        """Give all bytes back; may be called any number of times."""
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0

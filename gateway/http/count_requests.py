@@ -1,4 +1,4 @@
-"""Counts every answer, whoever gave it."""
+"""Counts every answer: those of routes, of middleware and of error handlers."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A door: where the body of a request comes in and is read, here or, if it is long, in a process of its own."""
+"""A door reads the body of a request: here, or in a process of its own if the body is long."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from octavo.gateway.asking.asked import AskedPrompts
 from octavo.gateway.asking.encode import PreparedPrompt
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.http.body import decode_body, read_body
 from octavo.gateway.http.body_limits import Place
 from octavo.gateway.http.service import Service, unless_client_leaves
@@ -21,48 +21,48 @@ from octavo.gateway.text.steps import Steps
 Body = TypeVar("Body", bound=ModelRequest)
 What = TypeVar("What", bound=AskedPrompts)
 
-SHORT_BYTES = 64 << 10  # whatever is in it, to decode it takes a few milliseconds, and its tokens not many more
+SHORT_BYTES = 64 << 10  # a body of this length is decoded and encoded in a few milliseconds, whatever it contains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Door(Generic[Body, What]):
-    """A dialect's way in: its body becomes what is asked, and the prompts of that become tokens."""
+    """One API's way in: its body becomes what is asked, and the asked prompts become tokens."""
 
     name: str
     decoder: "msgspec.json.Decoder[Body]"
     ask: Callable[[Body], What]
-    prepare: Callable[[What, Model], Steps[list[PreparedPrompt]]]
+    prepare: Callable[[What, ServedModel], Steps[list[PreparedPrompt]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """The request that a body came with."""
+class ArrivedRequest:
+    """A request whose body has arrived."""
 
     service: Service
     tenant: str
-    place: Place  # which holds the body until it is given back
+    place: Place  # counts the body until its bytes are given back
     arrived_s: float
 
 
-Answer = Callable[[Body, What, Arrival], Awaitable[Response]]
+Respond = Callable[[Body, What, ArrivedRequest], Awaitable[Response]]
 
 
-def route_through(door: Door[Body, What], answer: Answer[Body, What]) -> Callable[[Request], Awaitable[Response]]:
-    """Return the function that answers requests through `door`: `answer` is given a body that was read."""
+def route_through(door: Door[Body, What], answer: Respond[Body, What]) -> Callable[[Request], Awaitable[Response]]:
+    """Return the function that answers requests through `door`: it calls `answer` with the decoded body."""
 
     async def route(request: Request) -> Response:
         arrived_s = time.perf_counter()
         service: Service = request.state.service
         with service.bodies.place() as place:
             pieces = await read_body(request, place)
-            arrival = Arrival(service, request.state.tenant, place, arrived_s)
+            arrival = ArrivedRequest(service, request.state.tenant, place, arrived_s)
             return await unless_client_leaves(request, _answer(door, answer, pieces, arrival))
 
     return route
 
 
 async def _answer(
-    door: Door[Body, What], answer: Answer[Body, What], pieces: list[bytes], arrival: Arrival
+    door: Door[Body, What], answer: Respond[Body, What], pieces: list[bytes], arrival: ArrivedRequest
 ) -> Response:
     body, asked = await _read(door, pieces, arrival.place.num_bytes, arrival.service)
     pieces.clear()
@@ -70,7 +70,7 @@ async def _answer(
 
 
 async def _read(door: Door[Body, What], pieces: Sequence[bytes], num_bytes: int, service: Service) -> tuple[Body, What]:
-    """Return a body and what it asks for. A long one comes without its prompts, which are tokens already."""
+    """Return a body and what it asks for. The prompts of a long body come as token ids, and the body without them."""
     if num_bytes > SHORT_BYTES:
         body, prompts = await service.long_bodies.read(door.name, door.decoder, pieces, service.ready())
         return body, replace(door.ask(body), prompts=prompts)

@@ -1,4 +1,4 @@
-"""How errors are answered: one envelope, always, `{"error": {"message", "type", "param", "code"}}`."""
+"""Answers for errors. They always have one form: `{"error": {"message", "type", "param", "code"}}`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from octavo.gateway.request_error import RequestError
 
-STATUS_CLIENT_CLOSED = 499  # nobody reads it; it is for metrics
+STATUS_CLIENT_CLOSED = 499  # for metrics and the log: no client reads it
 
 TYPES = {
     400: "invalid_request_error",
@@ -44,7 +44,7 @@ async def on_request_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
-    """Answer the router's own 404 and 405."""
+    """Answer 404 and 405, which the router raises."""
     assert isinstance(error, HTTPException)
     where = f"{request.method} {request.url.path}"
     message = {
@@ -57,17 +57,17 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_client_disconnect(request: Request, error: Exception) -> Response:
-    """The client left while it sent its body: there is nobody to answer."""
+    """End a request whose client left while it sent the body; nobody reads this answer."""
     return Response(status_code=STATUS_CLIENT_CLOSED)
 
 
 def internal_error() -> RequestError:
-    """Return the answer to what is our fault: it shows no internals."""
+    """Return the error for a fault of the server. Its message shows no internals."""
     return RequestError("internal error: the server's log says more", status=500, code="internal_error")
 
 
 async def on_exception(request: Request, error: Exception) -> Response:
-    """Answer for an exception that nobody expected; Starlette raises it again, for the log."""
+    """Answer for an unexpected exception; Starlette raises it again, so that it is logged."""
     return error_response(internal_error())
 
 

@@ -1,4 +1,4 @@
-"""The routes that generate: a body comes in through a door, and what was generated goes out through it."""
+"""The routes that generate: a door decodes the body and renders the answer."""
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ from octavo.gateway.asking.asked import Asked
 from octavo.gateway.asking.choices import Choices
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.prepare import prepare, prepare_prompts
-from octavo.gateway.http.door import Arrival, Door, route_through
+from octavo.gateway.http.door import ArrivedRequest, Door, route_through
 from octavo.gateway.http.service import new_response_id
 from octavo.gateway.http.sse import EventStream
 from octavo.gateway.measuring.metrics import observers
@@ -29,7 +29,7 @@ Body = TypeVar("Body", bound=CommonRequest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingDoor(Door[Body, Asked]):
-    """Its way out: events become its answer."""
+    """A door with a way out: events become the answer."""
 
     renderer: Callable[[Body, Heading, Sequence[PreparedPrompt], Tokenizer], Renderer]
     id_prefix: str
@@ -56,13 +56,13 @@ COMPLETIONS = GeneratingDoor(
 def generating_route(door: GeneratingDoor[Body]) -> Callable[[Request], Awaitable[Response]]:
     """Return the function that answers requests through `door`."""
 
-    async def answer(body: Body, asked: Asked, arrival: Arrival) -> Response:
+    async def answer(body: Body, asked: Asked, arrival: ArrivedRequest) -> Response:
         return await _generate(door, body, asked, arrival)
 
     return route_through(door, answer)
 
 
-async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arrival: Arrival) -> Response:
+async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arrival: ArrivedRequest) -> Response:
     service = arrival.service
     model, ready = service.model_name(body.model), service.ready()
     response_id = new_response_id(door.id_prefix)
@@ -71,7 +71,9 @@ async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arriva
     arrival.place.give_back()
     observe = partial(observers, service.metrics, arrival.arrived_s)
     choices = await Choices.start(service.engine, prepared.requests, n=asked.n, observe=observe)
-    heading = Heading(response_id, int(time.time()), model, system_fingerprint(ready))
+    heading = Heading(
+        id=response_id, created=int(time.time()), model=model, system_fingerprint=system_fingerprint(ready)
+    )
     prompts = [prepared.prompts[index // asked.n] for index in range(len(prepared.requests))]
     renderer = door.renderer(body, heading, prompts, service.files.tokenizer)
     if body.stream:

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol with bounds: on the bytes before a request's body, and on every wait for a client."""
+"""uvicorn's HTTP protocol with limits on the bytes before a request's body, and on every wait for a client."""
 
 import asyncio
 from typing import Any
@@ -12,13 +12,13 @@ from octavo.gateway.http.errors import error_body
 from octavo.gateway.http.request_id import new_request_id
 from octavo.gateway.request_error import RequestError
 
-MAX_HEAD_BYTES = 64 << 10  # request line and headers, and what stands behind a chunked body; a piece may bring more
-PIECE_BYTES = 16 << 10  # of what was read: bounds the requests that one piece begins
-LAST_REQUEST_S = 1.0  # to a connection without any, once the server is told to stop
+MAX_HEAD_BYTES = 64 << 10  # request line and headers, or trailers after a chunked body; the last piece may exceed it
+PIECE_BYTES = 16 << 10  # the most that the parser gets at once: it bounds the requests that begin in one piece
+LAST_REQUEST_S = 1.0  # for the first request of a connection, once the server is told to stop
 
 
 class UnchunkedCycle(RequestResponseCycle):
-    """An answer over HTTP/1.0, which knows no chunks: what has no length ends with the connection."""
+    """An answer over HTTP/1.0, which has no chunks: an answer without a length ends when the connection closes."""
 
     async def send(self, message: ASGISendEvent) -> None:
         self.chunked_encoding = False
@@ -28,7 +28,7 @@ class UnchunkedCycle(RequestResponseCycle):
 
 
 class HeldFlow(FlowControl):
-    """Reads nothing while what was read is not parsed: each wait of an application for its client would read more."""
+    """Reads nothing while received bytes are not parsed; an application that waits for its client would read more."""
 
     is_held = False
 
@@ -38,30 +38,30 @@ class HeldFlow(FlowControl):
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """One connection. The parser takes a head of any length, and time by its square; we close it before.
+    """One connection. The parser accepts a head of any length, in time that grows with its square: we close it earlier.
 
-    It is fed in pieces, and none while a request waits for the answer to the one before: so what a client sends ahead
-    stays in one read's bytes, which are few, and not in requests, which are large.
+    The parser gets the bytes in pieces, and no piece while a request waits for the answer to an earlier one. So
+    requests that a client sends ahead stay bytes of one read, which are few, and do not become request objects.
 
-    While no answer is under way there is one deadline: for the first byte of a head (uvicorn's own wait ends with any
-    byte), from there on for the whole head, and after an early answer for the rest of the body that nobody reads.
+    While no answer is being sent there is one deadline: for the first byte of a head (uvicorn's own wait ends with any
+    byte), then for the whole head, and after an early answer for the rest of the body, which nobody reads.
     """
 
-    HEAD_S = 30.0  # from its first byte to its last
-    UNREAD_BODY_S = 5.0  # a close while the client sends may cost it the answer
+    HEAD_S = 30.0  # from the first byte of a head to its last
+    UNREAD_BODY_S = 5.0  # if the connection closes while the client sends, the client may lose the answer
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._unfed = b""  # read, and not yet given to the parser
-        self._is_refused = False  # nothing more is read: what came was no HTTP
-        self._num_heads = 0  # complete ones
+        self._unfed = b""  # received, and not yet given to the parser
+        self._is_refused = False  # the bytes were not HTTP: no more are read
+        self._num_heads = 0  # complete heads
         self._num_parts = 0  # complete heads and messages, and pieces of bodies
         self._is_in_head = True
         self._has_head_begun = False
-        self._num_head_bytes = 0  # of pieces that brought nothing but a part of a head, or of what is behind a body
+        self._num_head_bytes = 0  # of pieces that contained only a part of a head or of trailers
         self._deadline: asyncio.TimerHandle | None = None
         self._is_stopping = False
-        self._answer: RequestResponseCycle | None = None  # under way; `cycle` is of the last request that was read
+        self._answer: RequestResponseCycle | None = None  # being sent now; `cycle` is of the last request that was read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -105,9 +105,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._decline_upgrade(piece[upgrade.args[0] :])
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """Read the request as if it had asked for no other protocol: clients offer HTTP/2 so (`Upgrade: h2c`).
+        """Read the request as plain HTTP/1.1. Clients offer HTTP/2 with `Upgrade: h2c`, and take HTTP/1.1 as well.
 
-        The parser takes what is behind such a head for that protocol, so another one gets the head without the offer.
+        The parser stops after a head with an offer, so a new parser gets the head without it.
         """
         version = self.parser.get_http_version().encode()
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
@@ -123,13 +123,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self.HEAD_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # headers behind a body are of no use to any route
+        if self._is_in_head:  # no route uses trailers
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise ValueError("this is no proxy")  # the parser's callbacks fail so: a 400
+                raise ValueError("this is no proxy")  # an exception in a callback makes the parser fail: a 400
             return
         self._stop_waiting()
         self._num_parts += 1
@@ -142,7 +142,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answer = cycle
         if cycle.scope["http_version"] == "1.0":
-            cycle.__class__ = UnchunkedCycle  # uvicorn makes it, and has not run it yet
+            cycle.__class__ = UnchunkedCycle  # uvicorn made the cycle, and has not run it yet
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -161,7 +161,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._feed()
-        if self.cycle.response_complete and not self.transport.is_closing():  # else the next one was sent already
+        if (
+            self.cycle.response_complete and not self.transport.is_closing()
+        ):  # otherwise the next request is being answered already
             self._wait_for_client()
 
     def _wait_for_client(self) -> None:
@@ -171,7 +173,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(self.HEAD_S if self._has_head_begun else self.timeout_keep_alive)
 
     def shutdown(self) -> None:
-        """Called when the server is told to stop: close, but after the answer under way or a request just sent."""
+        """Called when the server is told to stop: close, but only after a present answer or a request just sent."""
         self._is_stopping = True
         if self._num_heads:
             super().shutdown()
@@ -179,7 +181,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(LAST_REQUEST_S)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP in the one envelope, and close: behind the answers that are due."""
+        """Answer bytes that are not HTTP with the usual error envelope, and close, after the answers that are due."""
         self._is_refused, self._unfed = True, b""
         if self._is_answering():
             self.cycle.keep_alive = False
@@ -193,13 +195,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _is_answering(self) -> bool:
-        """Whether the next bytes belong to an answer to a request that is there as a whole, or has begun."""
+        """Whether the next bytes belong to an answer that has begun, or whose request has arrived completely."""
         if self.cycle is None or self.cycle.response_complete:
             return False
         return bool(self.pipeline) or self.cycle.response_started or not self.cycle.more_body
 
     def _wait(self, seconds: float) -> None:
-        """Close the connection in `seconds`, and not at a deadline that was set before."""
+        """Close the connection in `seconds`; this replaces an earlier deadline."""
         self._stop_waiting()
         self._deadline = self.loop.call_later(seconds, self.transport.close)
 

@@ -1,4 +1,4 @@
-"""The socket that the gateway listens on, and how it stops to without losing whoever is connected already."""
+"""The socket that the gateway listens on. A gateway stops listening without losing connections that were made."""
 
 import ctypes
 import errno
@@ -18,26 +18,26 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 SOCKET_MODE = 0o660  # of a Unix socket: a proxy is in this user's group
 SO_ATTACH_FILTER = 26  # of Linux on the architectures that Python's wheels are built for
-# In the kernel's packet filter language, over a TCP header: a segment that asks for a new connection (SYN without ACK
-# among the flags of byte 13) is dropped, all else is kept. An instruction is: code, jump if true, if false, operand.
+# In the kernel's packet filter language, over a TCP header: drop a segment that asks for a new connection (of the flags
+# in byte 13, SYN without ACK), and keep all others. An instruction is: code, jump if true, jump if false, operand.
 NO_NEW_CONNECTIONS = (
     (0x30, 0, 0, 13),  # load the byte
-    (0x54, 0, 0, 0x12),  # leave SYN and ACK of it
-    (0x15, 0, 1, 0x02),  # if that is SYN alone
+    (0x54, 0, 0, 0x12),  # keep its bits SYN and ACK
+    (0x15, 0, 1, 0x02),  # if only SYN is set
     (0x06, 0, 0, 0),  # drop
     (0x06, 0, 0, 0xFFFFFFFF),  # keep
 )
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `host`, as `bind` takes it. Raises OSError or UnicodeError."""
+    """Return a socket that listens on `host`, which `bind` resolves. Raises OSError or UnicodeError."""
     listener = bind(host, port)
     try:
         listener.listen(BACKLOG)
     except OSError:
         listener.close()
         raise
-    # Connections inherit it. Without it each small write waits for the client's delayed acknowledgement, 40 ms.
+    # Connections inherit the option. Without it each small write waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
@@ -46,7 +46,7 @@ def listen(host: str, port: int) -> socket.socket:
 def listening_at(path: str) -> Iterator[socket.socket]:
     """Listen on a Unix socket at `path`, for this user and group, as long as the context lasts. Raises OSError.
 
-    A socket that nobody listens on any more is replaced; anything else at `path` stays.
+    An old socket without a listener is replaced; any other file at `path` stays.
     """
     _remove_stale(path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -58,7 +58,7 @@ def listening_at(path: str) -> Iterator[socket.socket]:
             yield listener
         finally:
             with suppress(OSError):
-                if os.stat(path).st_ino == made:  # and not another server's
+                if os.stat(path).st_ino == made:  # not another server's
                     os.unlink(path)
 
 
@@ -76,11 +76,12 @@ def _remove_stale(path: str) -> None:
 
 
 def turn_away(listener: socket.socket) -> None:
-    """Let no new connection into the queue of `listener`, which can be emptied then.
+    """Let no new connection into the queue of `listener`, so that the server can accept all that wait in it.
 
-    A close alone resets the connections that wait in the queue: established ones, over which a proxy has sent a
-    request that it must not send to another gateway. Whoever is turned away asks again after a second, and is refused
-    once the listener is closed: that is safe to try elsewhere. Elsewhere than on Linux the close has to do.
+    A close alone resets the connections in the queue. They are established, and a proxy may have sent a request over
+    one, which it must not send to another gateway. A client that is turned away tries again after a second and is
+    refused once the listener is closed: a proxy can then safely use another gateway. On other systems than Linux the
+    listener is only closed.
     """
     if sys.platform != "linux" or listener.family == socket.AF_UNIX:
         return

@@ -1,4 +1,4 @@
-"""The page that Prometheus reads: on the gateway's own port, and alone on a listener without keys."""
+"""The page that Prometheus reads: on the gateway's own port, and on a second listener that needs no keys."""
 
 import asyncio
 import socket
@@ -36,7 +36,7 @@ def create_metrics_app(metrics: Metrics) -> Starlette:
 
 
 class Companion(uvicorn.Server):
-    """A server beside another one, which alone takes the process's signals."""
+    """A second server of the process; the first one handles the signals."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

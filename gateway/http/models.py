@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.gateway.http.service import Service
-from octavo.gateway.openai.responses import Model, ModelList, encode
+from octavo.gateway.openai.responses import ModelCard, ModelList, encode
 
 
 async def list_models(request: Request) -> Response:
@@ -18,9 +18,9 @@ async def show_model(request: Request) -> Response:
     return _json(_model(service, service.model_name(request.path_params["id"])))
 
 
-def _model(service: Service, name: str) -> Model:
+def _model(service: Service, name: str) -> ModelCard:
     ready = service.engine.ready
-    return Model(
+    return ModelCard(
         id=name,
         created=service.files.created_s,
         owned_by="octavo",
@@ -30,5 +30,5 @@ def _model(service: Service, name: str) -> Model:
     )
 
 
-def _json(answer: Model | ModelList) -> Response:
+def _json(answer: ModelCard | ModelList) -> Response:
     return Response(encode(answer), media_type="application/json")

@@ -1,7 +1,7 @@
-"""Which web pages may use the server: those of its own origin and of the configured ones. Others are refused.
+"""Web pages of the server's own origin and of configured origins may use the server. Other pages are refused.
 
-A browser lets a page of any site send requests to any server, one on the loopback too, and tells in `Origin` whose page
-it is. Programs that are no browsers send no Origin.
+A browser lets a page of any site send requests to any server, also to one on the loopback, and names the page's site in
+`Origin`. Other programs send no Origin.
 """
 
 import re
@@ -24,9 +24,9 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Origins:
-    """ASGI middleware that answers 403 to pages of other sites, and CORS preflights of those that may ask.
+    """ASGI middleware that answers 403 to pages of other sites, and answers CORS preflights of allowed pages.
 
-    `has_keys`: a page that a client trusts with a key needs no further proof that the host is the server's own.
+    `has_keys`: API keys are set, so a host that equals the origin needs no further check: the page must have a key.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str], *, has_keys: bool) -> None:
@@ -51,8 +51,8 @@ class Origins:
     def _is_own(self, origin: str, host: str) -> bool:
         """Return whether `origin` is the server's own.
 
-        A page of a foreign name that is made to lead to this machine (DNS rebinding) has Origin and Host alike: where
-        no key protects, only an address or localhost is taken for the server itself.
+        An attacker's DNS name can point to this machine (DNS rebinding); then Origin and Host are equal. So without
+        keys, only an IP address or localhost counts as the server's own name.
         """
         try:
             parts = urlsplit(origin)
@@ -82,7 +82,7 @@ def _is_no_dns_name(host: str) -> bool:
 
 def _refusal(origin: str) -> RequestError:
     shown = ascii(origin[:200])[1:-1]
-    allowed = shown if re.search(ORIGIN_PATTERN, shown) else "'*'"  # a file or a sandboxed frame has no name but null
+    allowed = shown if re.search(ORIGIN_PATTERN, shown) else "'*'"  # a file or a sandboxed frame has the origin null
     return RequestError(
         f"pages of {shown} may not use this server: start it with --allowed-origins {allowed} to let them",
         status=403,

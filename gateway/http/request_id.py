@@ -1,4 +1,4 @@
-"""Each request has an id: its client's own, or a new one. It is in the answer's head and in the log."""
+"""Each request has an id, which the client sent or the server made. It is in the answer's headers and in the log."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ from octavo.gateway.request_error import unavailable
 
 HEADER = "X-Request-Id"
 SANE = re.compile(rb"[!-~]{1,128}")  # printable ASCII without spaces: it goes into a header and a line of the log
-QUIET_PATHS = frozenset({"/health", "/live", "/metrics"})  # asked for each few seconds, where a 503 is no news
+QUIET_PATHS = frozenset({"/health", "/live", "/metrics"})  # read every few seconds: a 503 there is not worth a warning
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +24,9 @@ def new_request_id() -> str:
 
 
 class RequestIds:
-    """ASGI middleware that sets the header of each answer and logs each request; a failure that nobody expected, too.
+    """ASGI middleware that sets the header of each answer, and logs each request and each unexpected failure.
 
-    It stands outside of all others, so that no answer lacks the id.
+    It is the outermost middleware, so that every answer has the id.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +48,7 @@ class RequestIds:
 
         try:
             await self.app(scope, receive, sending)
-        except asyncio.CancelledError:  # the server stops, and has waited for this request as long as it may
+        except asyncio.CancelledError:  # the server stops, and its time to wait for this request is over
             if not status:
                 await error_response(unavailable("the server is stopping"))(scope, receive, sending)
         except Exception:
@@ -62,13 +62,13 @@ class RequestIds:
 
 
 def _given_id(scope: Scope) -> str:
-    """Return the client's id, if it gave one that is sane, else nothing."""
+    """Return the id that the client sent, or "" if there is none or it is not sane."""
     given = [value for name, value in scope["headers"] if name == HEADER.lower().encode()]
     return given[0].decode() if len(given) == 1 and SANE.fullmatch(given[0]) else ""
 
 
 def _line(scope: Scope) -> str:
-    # What percent escapes hid may be line ends.
+    # Decoded percent escapes may be line ends, which must not get into the log.
     return ascii(f"{scope['method']} {scope['path']}")[1:-1]
 
 

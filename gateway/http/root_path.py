@@ -1,10 +1,10 @@
-"""The path at which a proxy shows the server, taken off where the proxy has not done it."""
+"""The path under which a proxy shows the server is removed here, if the proxy has not removed it."""
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """ASGI middleware: below `root_path` there is what is at the top, and at the top too."""
+    """ASGI middleware: every route answers with and without the prefix `root_path`."""
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""What all routes work with: made once by the application's lifespan, reached as `request.state.service`."""
+"""The objects that all routes share. The application's lifespan makes them; routes use `request.state.service`."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.gateway.asking.encodings import Encodings
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.http.body_limits import Bodies
 from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED
 from octavo.gateway.http.sse import wait_for_disconnect
@@ -39,15 +39,15 @@ class Service:
         return served_name(asked, self.model_names)
 
     def ready(self) -> Ready:
-        """Return what the scheduler last said. Raises RequestError (503) while none can be reached."""
+        """Return the scheduler's last Ready. Raises RequestError (503) while no scheduler answers."""
         ready = self.engine.ready
         if ready is None:
             raise unavailable("no scheduler answers, or its model is still loading")
         return ready
 
-    def model(self, ready: Ready) -> Model:
-        """Return the model as requests see it."""
-        return Model(self.files, ready, lambda: self.seeds.getrandbits(64))
+    def model(self, ready: Ready) -> ServedModel:
+        """Return the model as `prepare` needs it."""
+        return ServedModel(self.files, ready, lambda: self.seeds.getrandbits(64))
 
 
 def served_name(asked: str | None, served: tuple[str, ...]) -> str:
@@ -71,7 +71,7 @@ async def unless_client_leaves(request: Request, answering: Coroutine[None, None
     try:
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the server stops, and has waited for this answer as long as it may
+        except asyncio.CancelledError:  # the server stops, and its time to wait for this answer is over
             raise unavailable("the server is stopping") from None
         return task.result() if task.done() else Response(status_code=STATUS_CLIENT_CLOSED)
     finally:

@@ -1,4 +1,4 @@
-"""Server-sent events: one frame an event, comments while nothing happens, and an end that tells failure."""
+"""Server-sent events: one frame per event, comments while there is none, and an error event if the stream fails."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +11,7 @@ from octavo.gateway.request_error import RequestError, unavailable
 
 PING = b": ping\n\n"
 
-# nginx would hold chunks back without the last.
+# Without X-Accel-Buffering nginx holds chunks back.
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -20,7 +20,7 @@ def _error_event(error: RequestError) -> bytes:
 
 
 async def wait_for_disconnect(receive: Receive) -> None:
-    """Return when the client is gone. The body must have been read."""
+    """Return when the client has disconnected. Call this after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -32,7 +32,7 @@ async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
 
 
 class EventStream(Response):
-    """The response that sends `events`. Whatever ends it (the last event, a failure, the client), `close` is called.
+    """The response that sends `events`. At its end (the last event, a failure, a client that left) it calls `close`.
 
     A RequestError from `events` becomes one error event and the end, without [DONE] and without a finish_reason.
     """
@@ -56,7 +56,7 @@ class EventStream(Response):
             await asyncio.wait([writing, leaving], return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
-        except asyncio.CancelledError:  # the server stops, and has waited for this stream as long as it may
+        except asyncio.CancelledError:  # the server stops, and its time to wait for this stream is over
             await _cancel(tasks)
             await self._send(send, _error_event(unavailable("the server is stopping")))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -70,7 +70,7 @@ class EventStream(Response):
                 await self._send(send, event)
         except RequestError as error:
             await self._send(send, _error_event(error))
-        except Exception:  # the headers are out: this is the only way left to tell, and the log gets it all the same
+        except Exception:  # the headers are sent, so only an event can tell the client; the log gets the exception too
             await self._send(send, _error_event(internal_error()))
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})

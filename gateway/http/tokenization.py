@@ -1,4 +1,4 @@
-"""The routes that answer with tokens or their text, and generate nothing."""
+"""The routes that answer with tokens or with the text of tokens, and generate nothing."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from starlette.responses import Response
 
 from octavo.gateway.asking.asked import AskedPrompts
 from octavo.gateway.asking.encode import PreparedPrompt, encode_only
-from octavo.gateway.asking.model import Model
-from octavo.gateway.http.door import Arrival, Body, Door, route_through
+from octavo.gateway.asking.model import ServedModel
+from octavo.gateway.http.door import ArrivedRequest, Body, Door, route_through
 from octavo.gateway.openai.tokenization import (
     ask_detokenize,
     ask_tokenize,
@@ -23,9 +23,9 @@ from octavo.gateway.text.steps import Steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDoor(Door[Body, AskedPrompts]):
-    """Its way out: the tokens of one prompt become the answer."""
+    """A door with a way out: the tokens of one prompt become the answer."""
 
-    write: Callable[[Body, PreparedPrompt, Model], bytes]
+    write: Callable[[Body, PreparedPrompt, ServedModel], bytes]
 
 
 TOKENIZE = TokenDoor(
@@ -39,7 +39,7 @@ DETOKENIZE = TokenDoor(
 def token_route(door: TokenDoor[Body]) -> Callable[[Request], Awaitable[Response]]:
     """Return the function that answers requests through `door`."""
 
-    async def answer(body: Body, asked: AskedPrompts, arrival: Arrival) -> Response:
+    async def answer(body: Body, asked: AskedPrompts, arrival: ArrivedRequest) -> Response:
         service = arrival.service
         service.model_name(body.model)
         model = service.model(service.ready())
@@ -49,7 +49,7 @@ def token_route(door: TokenDoor[Body]) -> Callable[[Request], Awaitable[Response
     return route_through(door, answer)
 
 
-def _written(door: TokenDoor[Body], body: Body, asked: AskedPrompts, model: Model) -> Steps[bytes]:
+def _written(door: TokenDoor[Body], body: Body, asked: AskedPrompts, model: ServedModel) -> Steps[bytes]:
     [prompt] = yield from door.prepare(asked, model)
     yield
     return door.write(body, prompt, model)

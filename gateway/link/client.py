@@ -1,4 +1,4 @@
-"""One scheduler, seen from a gateway: the socket and the clock around `InFlight`."""
+"""A gateway's connection to one scheduler: the socket and the clock around `InFlight`."""
 
 import asyncio
 import logging
@@ -23,15 +23,15 @@ CLOSE_MS = 200
 
 
 class SchedulerClient:
-    """Sends requests to the scheduler at `address` and delivers what comes of them.
+    """Sends requests to the scheduler at `address` and delivers their events.
 
-    Opened and closed by the Engine, in the event loop in which it is used. The scheduler may start later, go and come
-    back: what is in flight waits and then goes on.
+    The Engine opens and closes it, in the event loop in which it is used. The scheduler may start later, or end and
+    start again: requests in flight wait and then go on.
     """
 
     def __init__(self, address: str, *, peer_timeout_s: float = 10.0, keys: ClientKeys | None = None) -> None:
         self.address, self._peer_timeout_s, self._keys = address, peer_timeout_s, keys
-        self._gateway_id = new_identity()  # the scheduler goes by it: whatever comes of a connection, it stays
+        self._gateway_id = new_identity()  # the scheduler knows the gateway by it, across connections
         self._in_flight = InFlight(self._gateway_id)
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -43,7 +43,7 @@ class SchedulerClient:
 
     @property
     def ready(self) -> Ready | None:
-        """What the scheduler last said of itself; None while it is silent."""
+        """The scheduler's last Ready; None while the scheduler is silent."""
         return self._in_flight.ready if self._is_heard else None
 
     @property
@@ -60,10 +60,10 @@ class SchedulerClient:
         return len(self._in_flight)
 
     def open(self) -> None:
-        """Connect, and say Hello from now on."""
+        """Connect, and begin to send Hello."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        # Nothing waits in a queue for a scheduler that is not there: the next one would get stale news.
+        # No message is queued while there is no scheduler: the next scheduler would get stale messages.
         self._socket.set(zmq.IMMEDIATE, 1)
         self._handshakes = HandshakeWatch(self._socket, self.address, has_keys=self._keys is not None)
         connect_dealer(cast("zmq.Socket[bytes]", self._socket), self.address, self._gateway_id, self._keys)
@@ -72,7 +72,7 @@ class SchedulerClient:
             task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """Disconnect; requests that are in flight end with an error."""
+        """Disconnect. Requests in flight end with an error."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,7 +85,7 @@ class SchedulerClient:
         self._socket = None
 
     async def first_answer(self) -> None:
-        """Return once the scheduler has said what it is, at whatever time in the past."""
+        """Return once the scheduler has sent a Ready; return at once if it did so in the past."""
         await self._answered.wait()
 
     def submit(self, submit: Submit, deliver: Callable[[Event], None]) -> None:
@@ -93,7 +93,7 @@ class SchedulerClient:
         self._send(self._in_flight.submit(submit, deliver))
 
     def abandon(self, request_id: str, *, stopped: bool = False) -> None:
-        """Abort a request unless it ended, and deliver no more of it; `stopped` if its client has all of it."""
+        """Abort a request unless it has ended, and deliver no more events of it. `stopped`: the answer is complete."""
         self._send(self._in_flight.abandon(request_id, stopped=stopped))
 
     @property
@@ -107,13 +107,13 @@ class SchedulerClient:
             try:
                 message = decode_to_gateway(frame)
             except msgspec.MsgspecError as error:
-                logger.warning("a message from %s is none of this protocol and is dropped: %s", self.address, error)
+                logger.warning("dropped a malformed message from %s: %s", self.address, error)
                 continue
             self._last_heard_s = time.monotonic()
             self._send(self._in_flight.receive(message, self._last_heard_s))
             if self._in_flight.ready is not None:
                 self._answered.set()
-            await asyncio.sleep(0)  # the streams' turn, also when the next message is there already
+            await asyncio.sleep(0)  # let streams run, even if the next message has arrived already
 
     async def _tick(self) -> None:
         assert self._handshakes is not None
@@ -133,11 +133,11 @@ class SchedulerClient:
         self._was_healthy = self.healthy
 
     def _send(self, messages: Iterable[ToScheduler]) -> None:
-        """Send what can be sent now. The rest is lost, as any message may be: Hello and repetition make up for it."""
+        """Send the messages that can be sent now. The others are lost; Hello makes sure that they are repeated."""
         for message in messages:
             if self._socket is None:
                 return
-            # With DONTWAIT it is done at once.
+            # With DONTWAIT the future is done at once.
             sent = cast("asyncio.Future[object]", self._socket.send(encode(message), zmq.DONTWAIT))
             if (error := sent.exception()) and not isinstance(error, zmq.Again):
                 raise error

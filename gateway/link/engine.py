@@ -1,4 +1,4 @@
-"""From a prompt to a stream of text: the one path of HTTP routes, the Python API and the command line."""
+"""Turns requests into streams of text. HTTP routes, the Python API and the command line all use it."""
 
 import asyncio
 import itertools
@@ -17,11 +17,11 @@ from octavo.protocol.link_keys import ClientKeys
 from octavo.protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
 from octavo.protocol.sampling import Sampling
 
-RETRY_S = 0.05  # while the scheduler is full, or a process starts again
+RETRY_S = 0.05  # while the scheduler is full, or a process restarts
 
 
 class Overloaded(Exception):  # noqa: N818  (what the scheduler answered)
-    """The scheduler's queue is full: try again after `retry_after_s`. Nothing was begun."""
+    """The scheduler's queue is full: try again after `retry_after_s`. Nothing was started."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason)
@@ -45,24 +45,24 @@ class Unavailable(Exception):  # noqa: N818  (what the scheduler answered)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt:
-    """The tokens that the choices of one request begin with. `prompt_id` is unique over the life of the gateway."""
+class EncodedPrompt:
+    """A prompt that the choices of a request share. `prompt_id` is unique over the life of the gateway."""
 
     prompt_id: str
     token_ids: list[int]
-    packed: bytes  # the same, as int32
+    packed: bytes  # `token_ids` as int32
 
     @classmethod
-    def of(cls, prompt_id: str, token_ids: list[int]) -> "Prompt":
+    def of(cls, prompt_id: str, token_ids: list[int]) -> "EncodedPrompt":
         return cls(prompt_id, token_ids, pack_ids(token_ids))
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate: n choices are n requests. `request_id` is unique over the life of the gateway."""
+    """A request for one sequence: n choices are n requests. `request_id` is unique over the life of the gateway."""
 
     request_id: str
-    prompt: Prompt
+    prompt: EncodedPrompt
     sampling: Sampling
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
@@ -70,17 +70,17 @@ class GenerationRequest:
     tenant: str = ""
     priority: int = 0
     cache_salt: str = ""
-    body_id: str = ""  # of what a client asked for at once
+    body_id: str = ""  # the same for all requests of one body
 
 
 class Generation:
-    """An async iterator of Delta over one request; the last Delta has the `finish_reason`. One task reads it."""
+    """An async iterator over the Deltas of one request; the last Delta has the `finish_reason`. One task reads it."""
 
     def __init__(self, client: SchedulerClient, request: GenerationRequest, stream: TextStream) -> None:
         self._client, self._request_id, self._stream = client, request.request_id, stream
         self._events: deque[Event] = deque()
         self._loop = asyncio.get_running_loop()
-        self._arrival: asyncio.Future[None] | None = None  # of an event, or of the end, that the reader waits for
+        self._arrival: asyncio.Future[None] | None = None  # wakes the reader that waits for an event
         self._ended = False
         client.submit(_submit(request), self._deliver)
 
@@ -102,7 +102,7 @@ class Generation:
         raise StopAsyncIteration
 
     async def admitted(self) -> None:
-        """Return once the scheduler took the request. Raises Overloaded, Refused or Unavailable."""
+        """Return once the scheduler has admitted the request. Raises Overloaded, Refused or Unavailable."""
         if not self._events:
             self._arrival = self._loop.create_future()
             await self._arrival
@@ -115,7 +115,7 @@ class Generation:
                 raise Unavailable(error)
 
     def close(self) -> None:
-        """Abort what still runs; may be called at any time, any number of times. A reader gets no more."""
+        """Abort the request if it still runs; may be called repeatedly, at any time. A reader gets no more Deltas."""
         self._end(stopped=False)
 
     def _end(self, *, stopped: bool) -> None:
@@ -159,7 +159,7 @@ class Engine:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     async def first_answer(self, timeout_s: float) -> None:
-        """Return once a scheduler has answered, and after `timeout_s` in any case."""
+        """Return once a scheduler has answered, and at the latest after `timeout_s`."""
         waits = [asyncio.create_task(client.first_answer()) for client in self._clients]
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
@@ -167,24 +167,24 @@ class Engine:
 
     @property
     def ready(self) -> Ready | None:
-        """What the scheduler that would get the next request last said of itself; None while none answers."""
+        """The last Ready of the scheduler that would get the next request; None while no scheduler answers."""
         return max(self._clients, key=_preference).ready
 
     @property
     def num_idle_executors(self) -> int:
-        """How many executors hold memory for nothing, since another one has their place at their scheduler."""
+        """How many executors hold memory for nothing, because their scheduler has another executor."""
         return sum(client.ready.num_idle_executors for client in self._clients if client.ready)
 
     @property
     def healthy(self) -> bool:
-        """Whether some scheduler answers and can make progress."""
+        """Whether at least one scheduler answers and can make progress."""
         return any(client.healthy for client in self._clients)
 
     @property
     def reports(self) -> dict[int, tuple[Ready, Stats]]:
-        """What each scheduler that answers last said, by its place among the configured ones."""
-        said = {number: (client.ready, client.stats) for number, client in enumerate(self._clients)}
-        return {number: (ready, stats) for number, (ready, stats) in said.items() if ready and stats}
+        """The last Ready and Stats of each scheduler that answers, by its index among the configured schedulers."""
+        reports = {number: (client.ready, client.stats) for number, client in enumerate(self._clients)}
+        return {number: (ready, stats) for number, (ready, stats) in reports.items() if ready and stats}
 
     async def start(self, request: GenerationRequest) -> Generation:
         """Return once the request is admitted. Raises Overloaded, Refused or Unavailable."""
@@ -209,7 +209,7 @@ class Engine:
         return generation
 
     async def start_patiently(self, request: GenerationRequest) -> Generation:
-        """Return once the request is admitted, however long the schedulers are full or away. Raises Refused."""
+        """Return once the request is admitted; wait while the schedulers are full or away. Raises Refused."""
         for attempt in itertools.count():
             try:
                 return await self.start(replace(request, request_id=f"{request.request_id}-{attempt}"))
@@ -236,8 +236,8 @@ def _preference(client: SchedulerClient) -> tuple[bool, bool, int]:
 
 def _submit(request: GenerationRequest) -> Submit:
     return Submit(
-        request.request_id,
-        hello_seq=0,  # the client fills it in
+        request_id=request.request_id,
+        hello_seq=0,  # the client sets it
         prompt_token_ids=request.prompt.packed,
         sampling=request.sampling,
         tenant=request.tenant,

@@ -1,7 +1,7 @@
-"""What a gateway has under way at one scheduler: which messages to send, and what arrived for the first time.
+"""The requests that a gateway has in flight at one scheduler: which messages to send, and which events are new.
 
-Pure: no socket and no clock. Whatever happens to single messages, each request is delivered every output token once
-and one finish; `Hello` says what arrived, and the scheduler repeats the rest.
+Pure: no socket and no clock. Messages may be lost or repeated; each request still gets every output token once and one
+finish. `Hello` tells the scheduler which tokens arrived, and the scheduler repeats the others.
 """
 
 import math
@@ -28,23 +28,23 @@ from octavo.protocol.messages import (
 )
 
 HELLO_INTERVAL_S = 0.5
-GAP_HELLO_INTERVAL_S = 0.05  # what one Hello asks for again is on its way for about this long
+GAP_HELLO_INTERVAL_S = 0.05  # tokens that a Hello asks for again take about this long to arrive
 
-# A request is delivered one Admitted and then Outputs without gap or overlap up to a finish; or a Rejected, or, at any
-# time, an Output that ends it with an error.
+# A request gets one Admitted and then Outputs without gap or overlap until a finish; or one Rejected. An Output with an
+# error can end it at any time.
 Event = Admitted | Rejected | Output
 
 
 @dataclass(slots=True)
-class Request:
-    """One request that has not ended, and all that arrived for it."""
+class RequestInFlight:
+    """A request that has not ended, and its output so far."""
 
-    submit: Submit  # the last one, with its prompt's tokens whether or not they were sent again
+    submit: Submit  # the last one, always with the prompt's tokens, which are not always sent again
     deliver: Callable[[Event], None]
     output_token_ids: bytearray = field(default_factory=bytearray)
-    answered: bool = False  # the last Submit
-    retry_at_s: float = math.inf  # when to ask a scheduler again that was full
-    admitted: bool = False  # at any scheduler, once
+    answered: bool = False  # whether the last Submit was answered
+    retry_at_s: float = math.inf  # when to submit again to a scheduler that was full
+    admitted: bool = False  # whether any scheduler has ever admitted the request
     prompt_logprobs_arrived: bool = False
 
     @property
@@ -53,11 +53,11 @@ class Request:
 
 
 class InFlight:
-    """The requests of one gateway at one scheduler; every method returns what to send now."""
+    """The requests of one gateway at one scheduler. Every method returns the messages to send now."""
 
     def __init__(self, gateway_id: str) -> None:
         self._gateway_id = gateway_id
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, RequestInFlight] = {}
         self._num_requests_of: Counter[str] = Counter()  # by prompt_id
         self._hello_seq = 0
         self._next_hello_s = -math.inf
@@ -70,24 +70,24 @@ class InFlight:
         return len(self._requests)
 
     def submit(self, submit: Submit, deliver: Callable[[Event], None]) -> list[ToScheduler]:
-        """Take on a new request, whose events go to `deliver`."""
+        """Add a new request, whose events go to `deliver`."""
         is_prompt_known = self._num_requests_of[submit.prompt_id] > 0
-        request = self._requests[submit.request_id] = Request(submit, deliver)
+        request = self._requests[submit.request_id] = RequestInFlight(submit, deliver)
         if submit.prompt_id:
             self._num_requests_of[submit.prompt_id] += 1
         return self._submits([request], {submit.prompt_id} if is_prompt_known else ())
 
     def abandon(self, request_id: str, *, stopped: bool = False) -> list[ToScheduler]:
-        """Forget a request; what still arrives for it is dropped. If it was under way, it is aborted."""
+        """Forget a request; later events of it are dropped. If the request has not ended, it is aborted."""
         return [Abort(request_id, stopped)] if self._forget(request_id) else []
 
     def due(self, now_s: float, *, seek: bool = False) -> list[ToScheduler]:
-        """Return the Submits to a scheduler that was full, and Hello if its time has come or to `seek` a scheduler."""
+        """Return the Submits to repeat after a scheduler was full, and a Hello if it is due or if `seek` is true."""
         full = [request for request in self._requests.values() if request.retry_at_s <= now_s]
         return [*self._submits(full), *(self._hello(now_s) if seek or self._next_hello_s <= now_s else [])]
 
     def receive(self, message: ToGateway, now_s: float) -> list[ToScheduler]:
-        """Deliver what `message` brings that is new, and return what it asks for."""
+        """Deliver the new events in `message`, and return the messages that it calls for."""
         match message:
             case Outputs(outputs):
                 gaps = [output for output in outputs if not self._output(output)]
@@ -106,7 +106,7 @@ class InFlight:
         return []
 
     def fail(self, error: str, *, only_new: bool = False) -> list[ToScheduler]:
-        """End all requests, or only those not yet admitted, with `error`."""
+        """End all requests with `error`, or only the requests that were never admitted."""
         failed = [request for request in self._requests.values() if not (only_new and request.admitted)]
         for request in failed:
             self._end(request, error)
@@ -118,14 +118,22 @@ class InFlight:
         self._next_gap_hello_s = now_s + GAP_HELLO_INTERVAL_S
         listed = [(request_id, request.num_received_tokens) for request_id, request in self._requests.items()]
         unanswered = [request_id for request_id, request in self._requests.items() if not request.answered]
-        return [Hello(PROTOCOL_VERSION, self._gateway_id, self._hello_seq, listed, unanswered)]
+        return [
+            Hello(
+                protocol_version=PROTOCOL_VERSION,
+                gateway_id=self._gateway_id,
+                hello_seq=self._hello_seq,
+                in_flight=listed,
+                unanswered=unanswered,
+            )
+        ]
 
-    def _end(self, request: Request, error: str) -> None:
+    def _end(self, request: RequestInFlight, error: str) -> None:
         request_id = request.submit.request_id
         self._forget(request_id)
         request.deliver(Output(request_id, request.num_received_tokens, finish_reason="error", error=error))
 
-    def _forget(self, request_id: str) -> Request | None:
+    def _forget(self, request_id: str) -> RequestInFlight | None:
         request = self._requests.pop(request_id, None)
         if request is not None and (prompt_id := request.submit.prompt_id):
             self._num_requests_of[prompt_id] -= 1
@@ -133,8 +141,8 @@ class InFlight:
                 del self._num_requests_of[prompt_id]
         return request
 
-    def _submits(self, requests: Iterable[Request], known_prompt_ids: Iterable[str] = ()) -> list[ToScheduler]:
-        """Return Submits of `requests` with what they have by now; the tokens of each prompt stand in one of them."""
+    def _submits(self, requests: Iterable[RequestInFlight], known_prompt_ids: Iterable[str] = ()) -> list[ToScheduler]:
+        """Return Submits of `requests` with their output so far. Only one Submit has the tokens of a shared prompt."""
         messages: list[ToScheduler] = []
         known = set(known_prompt_ids)
         for request in requests:
@@ -149,7 +157,7 @@ class InFlight:
                 known.add(submit.prompt_id)
         return messages
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: RequestInFlight) -> None:
         request.answered = True
         if not request.admitted:
             request.admitted = True
@@ -164,13 +172,13 @@ class InFlight:
             self._forget(message.request_id)
             request.deliver(message)
         elif message.retry_after_s is not None:
-            # It streams already and must go on: a new scheduler that is full is asked again.
+            # The request streams already and must go on: ask a new scheduler that is full again later.
             request.retry_at_s = now_s + message.retry_after_s
         else:
             self._end(request, f"the scheduler was restarted and refuses to go on: {message.reason}")
 
     def _output(self, output: Output) -> bool:
-        """Deliver what is new of `output`; return False if something before it is missing."""
+        """Deliver the new part of `output`; return False if tokens before it are missing."""
         request = self._requests.get(output.request_id)
         if request is None:
             return True
@@ -190,13 +198,13 @@ class InFlight:
 
     def _unknown(self, request_ids: list[str], hello_seq: int) -> list[ToScheduler]:
         requests = [self._requests[request_id] for request_id in request_ids if request_id in self._requests]
-        # A Submit since that Hello is on its way; one that is to wait because the scheduler was full has its own time.
+        # A Submit after this Hello is on its way; a request that was rejected for now waits until `retry_at_s`.
         lost = [r for r in requests if r.submit.hello_seq < hello_seq and r.retry_at_s == math.inf]
         return self._submits(lost)
 
     def _ready(self, ready: Ready) -> list[ToScheduler]:
         if ready.scheduler_incarnation in self._past_incarnations:
-            return []  # was under way when the next one took over
+            return []  # sent before the next incarnation took over
         before, self.ready = self.ready, ready
         if before is None:
             return []
@@ -209,7 +217,7 @@ class InFlight:
 
 
 def _without_known(output: Output, num_known_tokens: int, prompt_logprobs_known: bool) -> Output:
-    """Return `output` less its first tokens, of which there may be fewer."""
+    """Return `output` without its first `num_known_tokens` tokens; it may have fewer tokens."""
     return msgspec.structs.replace(
         output,
         first_token_index=output.first_token_index + num_known_tokens,

@@ -1,4 +1,4 @@
-"""What each scheduler last said of itself, as metrics under an `engine` label: its place among the configured ones."""
+"""Each scheduler's last report, as metrics. The label `engine` is the scheduler's index among the configured ones."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from octavo.protocol.measures import REQUEST_BOUNDS_S, STEP_BOUNDS_S, STEP_BOUND
 from octavo.protocol.messages import EngineHistograms, HistogramCounts, Ready, Stats
 
 
-class Report(NamedTuple):
-    """What one scheduler last said."""
+class EngineReport(NamedTuple):
+    """The last report of one scheduler."""
 
     labels: Mapping[str, str]
     ready: Ready
@@ -76,14 +76,14 @@ HISTOGRAMS = (
 
 
 class EngineCollector(Collector):
-    """Turns what the schedulers last said into metrics when the page is read; one that is silent has none."""
+    """Turns the schedulers' last reports into metrics when the page is read. A silent scheduler has no metrics."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine, self._model_name = engine, model_name
 
     def collect(self) -> Iterator[Metric]:
         reports = [
-            Report({"model_name": self._model_name, "engine": str(number)}, ready, stats)
+            EngineReport({"model_name": self._model_name, "engine": str(number)}, ready, stats)
             for number, (ready, stats) in self._engine.reports.items()
         ]
         if reports:
@@ -94,7 +94,7 @@ class EngineCollector(Collector):
             yield from _histograms(reports)
 
 
-def _gauges(reports: Sequence[Report]) -> Iterator[Metric]:
+def _gauges(reports: Sequence[EngineReport]) -> Iterator[Metric]:
     for name, text, read in GAUGES:
         family = GaugeMetricFamily(PREFIX + name, text, labels=list(reports[0].labels))
         for labels, ready, stats in reports:
@@ -102,7 +102,7 @@ def _gauges(reports: Sequence[Report]) -> Iterator[Metric]:
         yield family
 
 
-def _counters(reports: Sequence[Report]) -> Iterator[Metric]:
+def _counters(reports: Sequence[EngineReport]) -> Iterator[Metric]:
     for name, text, read in COUNTERS:
         family = CounterMetricFamily(PREFIX + name, text, labels=list(reports[0].labels))
         for labels, _, stats in reports:
@@ -110,7 +110,7 @@ def _counters(reports: Sequence[Report]) -> Iterator[Metric]:
         yield family
 
 
-def _histograms(reports: Sequence[Report]) -> Iterator[Metric]:
+def _histograms(reports: Sequence[EngineReport]) -> Iterator[Metric]:
     for name, text, bounds, read in HISTOGRAMS:
         family = HistogramMetricFamily(PREFIX + name, text, labels=list(reports[0].labels))
         for labels, _, stats in reports:
@@ -118,7 +118,7 @@ def _histograms(reports: Sequence[Report]) -> Iterator[Metric]:
         yield family
 
 
-def _cache_config(reports: Sequence[Report]) -> Metric:
+def _cache_config(reports: Sequence[EngineReport]) -> Metric:
     names = [*reports[0].labels, "block_size", "num_gpu_blocks"]
     family = GaugeMetricFamily(f"{PREFIX}cache_config_info", "The KV cache, in its labels; always 1", labels=names)
     for labels, ready, _ in reports:
@@ -126,7 +126,7 @@ def _cache_config(reports: Sequence[Report]) -> Metric:
     return family
 
 
-def _device_memory(reports: Sequence[Report]) -> Metric:
+def _device_memory(reports: Sequence[EngineReport]) -> Metric:
     text = "Memory of the executor's device (rank 0's), by kind: weights, kv_cache, used now, total"
     family = GaugeMetricFamily(f"{PREFIX}device_memory_bytes", text, labels=[*reports[0].labels, "kind"])
     for labels, _, stats in reports:

@@ -1,4 +1,4 @@
-"""Counts as prometheus_client's metric families."""
+"""Turns histogram counts into prometheus_client's metric families."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ PREFIX = "octavo:"
 def add_histogram(
     family: HistogramMetricFamily, labels: Mapping[str, str], bounds: Sequence[float], histogram: HistogramCounts
 ) -> None:
-    """Add one histogram to `family`; one that was not kept with these bounds is left out."""
+    """Add one histogram to `family`. A histogram with other bounds is left out."""
     if len(histogram.counts) != len(bounds) + 1:
         return
     names = [*map(floatToGoString, bounds), "+Inf"]

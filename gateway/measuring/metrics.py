@@ -1,4 +1,4 @@
-"""What the gateway counts and times of its own: requests over HTTP, and generations as clients see them."""
+"""The gateway's own metrics: HTTP requests, and generations as clients see them."""
 
 import asyncio
 import time
@@ -26,9 +26,9 @@ LAG_INTERVAL_S = 0.1
 
 
 class Metrics(Collector):
-    """One registry a gateway: nothing is global, so that two of them in one process do not mix.
+    """The metrics of one gateway. The registry is not global, so that two gateways in one process do not mix.
 
-    Histograms are our own and not the library's, which takes five times as long for one: one of them is for each token.
+    Histograms are our own, because an observation in the library's takes five times as long, and each token makes one.
     """
 
     def __init__(self, model_name: str) -> None:
@@ -92,8 +92,8 @@ class Metrics(Collector):
         return histogram
 
 
-class Arrival:
-    """When a request came. The time to its first token counts once, whichever generation of the request has it."""
+class ArrivalTime:
+    """When a request came. The time to its first token counts once, for whichever of its generations is first."""
 
     def __init__(self, metrics: Metrics, at_s: float) -> None:
         self._metrics, self.at_s = metrics, at_s
@@ -106,15 +106,15 @@ class Arrival:
 
 
 class Observation:
-    """What one generation adds to the metrics: tokens as they go to the client, the rest once, at its end.
+    """Counts one generation: each token as it goes to the client, and everything else once, at the end.
 
-    It lives as long as the generation, whichever schedulers compute it. The arrival is a time of `clock`.
+    It lives as long as the generation, also across schedulers. The arrival is a time of `clock`.
     """
 
     def __init__(
         self,
         metrics: Metrics,
-        arrival: Arrival,
+        arrival: ArrivalTime,
         num_prompt_tokens: int,
         max_tokens: int,
         clock: Callable[[], float] = time.perf_counter,
@@ -128,7 +128,7 @@ class Observation:
     def see(self, delta: Delta) -> None:
         if num_tokens := len(delta.token_ids):
             now_s = self._clock()
-            if self._num_tokens:  # tokens that came together share the time since those before
+            if self._num_tokens:  # tokens that came together share the time since the previous tokens
                 self._metrics.inter_token_s.observe((now_s - self._last_s) / num_tokens, num_tokens)
             else:
                 self._arrival.see_token(now_s)
@@ -140,7 +140,7 @@ class Observation:
             self.end(delta.finish_reason)
 
     def end(self, reason: str) -> None:
-        """Take the end; only the first counts."""
+        """Count the end. Only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -157,18 +157,23 @@ class Observation:
 
 
 def observers(metrics: Metrics, arrived_s: float, requests: Sequence[GenerationRequest], n: int) -> list[Observation]:
-    """Count a body with `n` choices a prompt, and return what counts each of them. `arrived_s` is a `perf_counter`."""
+    """Count a body with `n` choices per prompt; return an observer for each choice. `arrived_s` is a `perf_counter`."""
     for _ in range(0, len(requests), n):
         metrics.params_n.observe(n)
-    arrival = Arrival(metrics, arrived_s)
+    arrival = ArrivalTime(metrics, arrived_s)
     return [
-        Observation(metrics, arrival, len(request.prompt.token_ids), request.sampling.max_tokens)
+        Observation(
+            metrics,
+            arrival,
+            num_prompt_tokens=len(request.prompt.token_ids),
+            max_tokens=request.sampling.max_tokens,
+        )
         for request in requests
     ]
 
 
 async def watch_loop(lag_s: RecentMaximum, clock: Callable[[], float] = time.monotonic) -> None:
-    """Measure for ever how late the running event loop is."""
+    """Measure forever how late the running event loop is."""
     while True:
         due_s = clock() + LAG_INTERVAL_S
         await asyncio.sleep(LAG_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What chat and completions have in common: from a body to its sampling, and from events to an answer or a stream."""
+"""The part that chat and completions share: a body becomes sampling; events become an answer or a stream."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from octavo.gateway.asking.asked import AskedSampling
-from octavo.gateway.asking.choices import Choices, TokenCounts
+from octavo.gateway.asking.choices import Choices, UsedTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event, content
 from octavo.gateway.openai.chunk_writer import DONE, ChunkWriter
@@ -26,7 +26,7 @@ def asked_sampling(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None = None,
 ) -> AskedSampling:
-    """Return the sampling that a body asks for; what the dialects name differently is given by keyword."""
+    """Return the sampling that a body asks for. The keywords are the fields that differ between the two APIs."""
     return AskedSampling(
         max_tokens=max_tokens,
         default_max_tokens=default_max_tokens,
@@ -53,7 +53,7 @@ def asked_sampling(
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What stands at the head of an answer and of each of its chunks."""
+    """The first fields of an answer, and of each chunk of a stream."""
 
     id: str
     created: int
@@ -62,9 +62,9 @@ class Heading:
 
 
 class Renderer(ABC):
-    """Writes the answer to one request, in one piece or in chunks. `prompts` has one entry a choice."""
+    """Writes the answer to one request, in one piece or in chunks. `prompts` has one entry per choice."""
 
-    chunk_object: str  # the kind of a chunk of a stream, as clients are told
+    chunk_object: str  # the field `object` of a chunk
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Renderer(ABC):
         has_logprobs: bool,
         is_long: bool,
     ) -> None:
-        """`is_long`: writing the whole answer can take seconds, so it is done in a thread."""
+        """`is_long`: writing the whole answer can take seconds, so a thread does it."""
         self.heading, self.prompts, self.tokenizer = heading, prompts, tokenizer
         self.has_logprobs, self._is_long = has_logprobs, is_long
         self._has_usage, is_continuous = usage_options(body)
@@ -88,25 +88,25 @@ class Renderer(ABC):
 
     @abstractmethod
     def first(self, event: Event) -> Any | None:
-        """Return what stands before the first text of a choice, if anything does."""
+        """Return the chunk's choice that comes before the first text of a choice, or None."""
 
     @abstractmethod
     def text(self, choice: int, text: str) -> Any:
-        """Return a choice of a chunk that has text alone."""
+        """Return a choice of a chunk that has only text."""
 
     @abstractmethod
     def more(self, event: Event) -> Any:
-        """Return a choice of a chunk with all that `event` has."""
+        """Return a choice of a chunk with everything that `event` has."""
 
     async def whole(self, choices: Choices) -> bytes:
         answers = await choices.collect()
         if self._is_long:
-            return await asyncio.to_thread(self._encoded, answers, choices.counts())
-        return self._encoded(answers, choices.counts())
+            return await asyncio.to_thread(self._encoded, answers, choices.used_tokens())
+        return self._encoded(answers, choices.used_tokens())
 
     async def chunks(self, choices: Choices) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._head(), usage=self._has_usage, encode=encode)
-        text_writers: dict[int, Callable[[str], bytes]] = {}  # of the choices that have begun
+        text_writers: dict[int, Callable[[str], bytes]] = {}  # by choice, for the choices that have begun
         async for event in choices:
             choice, text, delta = event.choice, content(event.parts), event.delta
             if choice not in text_writers:
@@ -121,7 +121,7 @@ class Renderer(ABC):
             elif text or delta.token_ids or delta.finish_reason:
                 yield writer.choice(self.more(event))
         if self._has_usage:
-            yield writer.usage(_usage(choices.counts()))
+            yield writer.usage(_usage(choices.used_tokens()))
         yield DONE
 
     async def _first(self, writer: ChunkWriter, event: Event) -> bytes | None:
@@ -133,8 +133,8 @@ class Renderer(ABC):
         first = self.first(event)
         return first and writer.choice(first, self._running and self._running.of(event.choice))
 
-    def _encoded(self, answers: Sequence[Answer], counts: TokenCounts) -> bytes:
-        return encode(self.completed(answers, _usage(counts)))
+    def _encoded(self, answers: Sequence[Answer], used: UsedTokens) -> bytes:
+        return encode(self.completed(answers, _usage(used)))
 
     def _head(self) -> dict[str, str | int]:
         heading = self.heading
@@ -147,6 +147,6 @@ class Renderer(ABC):
         }
 
 
-def _usage(counts: TokenCounts) -> Usage:
-    num_tokens = counts.prompt + counts.completion
-    return Usage(counts.prompt, counts.completion, num_tokens, PromptTokensDetails(counts.cached))
+def _usage(used: UsedTokens) -> Usage:
+    num_tokens = used.prompt + used.completion
+    return Usage(used.prompt, used.completion, num_tokens, PromptTokensDetails(used.cached))

@@ -1,4 +1,4 @@
-"""Chat completions: a body of `/v1/chat/completions` to what is asked, and events to its answer."""
+"""Chat completions: a body of `/v1/chat/completions` becomes `Asked`, and events become the answer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from octavo.gateway.text.tokenizer import Tokenizer
 
 
 def ask_chat(body: ChatRequest) -> Asked:
-    """Return what the body asks for. Raises RequestError for what the types alone cannot say."""
+    """Return what the body asks for. Raises RequestError for faults that decoding by type cannot find."""
     check_common(body)
     check_chat(body)
     max_tokens, asked_by = wanted_tokens(body)
@@ -41,7 +41,7 @@ def ask_chat(body: ChatRequest) -> Asked:
 
 
 def check_chat(body: ChatRequest) -> None:
-    """Raise RequestError for what the types alone cannot say about a chat request."""
+    """Raise RequestError for faults of a chat request that decoding by type cannot find."""
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", code="invalid_value")
     check_messages(body.messages, body.add_generation_prompt, body.continue_final_message)
@@ -50,7 +50,7 @@ def check_chat(body: ChatRequest) -> None:
 def check_messages(
     messages: Sequence[ChatMessage], add_generation_prompt: bool | None, continue_final_message: bool | None
 ) -> None:
-    """Raise RequestError for what the types alone cannot say about a conversation."""
+    """Raise RequestError for faults of a conversation that decoding by type cannot find."""
     for index, message in enumerate(messages):
         refuse_unsupported(message, f"messages[{index}].")
         if message.content is None and message.role != "assistant":
@@ -62,7 +62,7 @@ def check_messages(
 
 
 def chat_prompt(body: ChatRequest) -> PromptMessages:
-    """Return the conversation of a chat request. It can be long: call it in a thread."""
+    """Return the conversation of a chat request. It can be long: call this in a thread."""
     return conversation(
         body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
     )
@@ -74,7 +74,7 @@ def conversation(
     continue_final_message: bool | None,
     template_kwargs: dict[str, Any] | None,
 ) -> PromptMessages:
-    """Return a conversation; what is unset of it is resolved."""
+    """Return a conversation, with defaults for the fields that are not set."""
     shown = [
         {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
         for message in messages
@@ -96,7 +96,14 @@ class ChatRenderer(Renderer):
     def completed(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         head = self.heading
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return ChatCompletion(head.id, head.created, head.model, head.system_fingerprint, choices, usage)
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
     def first(self, event: Event) -> ChatChunkChoice:
         return ChatChunkChoice(event.choice, ChatDelta("", "assistant"))
@@ -106,15 +113,23 @@ class ChatRenderer(Renderer):
 
     def more(self, event: Event) -> ChatChunkChoice:
         delta = event.delta
-        logprobs = self._logprobs(delta.logprobs or [])
         return ChatChunkChoice(
-            event.choice, ChatDelta(content(event.parts)), logprobs, delta.finish_reason, delta.stop_reason
+            index=event.choice,
+            delta=ChatDelta(content(event.parts)),
+            logprobs=self._logprobs(delta.logprobs or []),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
         )
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
         whole = answer.whole
-        logprobs = self._logprobs(whole.logprobs or [])
-        return ChatChoice(index, ChatAnswer(answer.content), logprobs, whole.finish_reason or "", whole.stop_reason)
+        return ChatChoice(
+            index=index,
+            message=ChatAnswer(answer.content),
+            logprobs=self._logprobs(whole.logprobs or []),
+            finish_reason=whole.finish_reason or "",
+            stop_reason=whole.stop_reason,
+        )
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(logprobs, self.tokenizer) if self.has_logprobs else None

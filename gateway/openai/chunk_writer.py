@@ -8,7 +8,7 @@ PLACE = "{text}"
 
 
 class ChunkWriter:
-    """Encodes the chunks of one stream: what they have in common is written once."""
+    """Encodes the chunks of one stream: the part that all chunks share is encoded once."""
 
     def __init__(self, head: dict[str, Any], *, usage: bool, encode: Callable[[Any], bytes]) -> None:
         self._encode = encode
@@ -16,15 +16,15 @@ class ChunkWriter:
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
     def choice(self, choice: Any, usage: Any = None) -> bytes:
-        """Return the event for a chunk with one choice, and with what it has used so far if that is given."""
+        """Return the event for a chunk with one choice, and with the choice's usage so far if it is given."""
         tail = self._tail if usage is None else b'],"usage":' + self._encode(usage) + b"}\n\n"
         return self._head + self._encode(choice) + tail
 
     def text(self, choice_of: Callable[[str], Any]) -> Callable[[str], bytes]:
-        """Return a function that does the same for `choice_of(text)`, where nothing but the text ever changes."""
+        """Return a function from a text to the event for `choice_of(text)`. Only the text may differ between events."""
         encode, (before, _, after) = self._encode, self.choice(choice_of(PLACE)).rpartition(self._encode(PLACE))
         return lambda text: before + encode(text) + after
 
     def usage(self, usage: Any) -> bytes:
-        """Return the event for the chunk that has no choice but the usage."""
+        """Return the event for the chunk with the usage and no choices."""
         return self._head + b'],"usage":' + self._encode(usage) + b"}\n\n"

@@ -1,4 +1,4 @@
-"""Completions: a body of `/v1/completions` to what is asked, and events to its answer."""
+"""Completions: a body of `/v1/completions` becomes `Asked`, and events become the answer."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 def ask_completion(body: CompletionRequest) -> Asked:
-    """Return what the body asks for. Raises RequestError for what the types alone cannot say."""
+    """Return what the body asks for. Raises RequestError for faults that decoding by type cannot find."""
     check_common(body)
     max_tokens, asked_by = wanted_tokens(body)
     if max_tokens == 0 and not body.echo:
@@ -48,7 +48,7 @@ def _prompts(body: CompletionRequest) -> Iterator[PromptText | PromptTokens]:
 def split_prompts(prompt: Any, n: int = 1) -> list[str | list[int]]:
     """Return the prompts in a string, a list of strings, a list of token ids or a list of such lists.
 
-    Raises RequestError that names the place of what is none of these, or if they make too many choices, n each.
+    Raises RequestError that names the place of any other value, or if prompts x n are too many choices.
     """
     if isinstance(prompt, str):
         return [prompt]
@@ -97,10 +97,17 @@ class CompletionRenderer(Renderer):
     def completed(self, answers: Sequence[Answer], usage: Usage) -> Completion:
         head = self.heading
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
-        return Completion(head.id, head.created, head.model, head.system_fingerprint, choices, usage)
+        return Completion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            system_fingerprint=head.system_fingerprint,
+            choices=choices,
+            usage=usage,
+        )
 
     def first(self, event: Event) -> CompletionChoice | None:
-        """Return what repeats the prompt, if that is asked for."""
+        """Return the choice that repeats the prompt, if the body asks for an echo."""
         return self._echo(event.choice, event.delta.prompt_logprobs)
 
     def text(self, choice: int, text: str) -> CompletionChoice:
@@ -108,8 +115,13 @@ class CompletionRenderer(Renderer):
 
     def more(self, event: Event) -> CompletionChoice:
         delta = event.delta
-        logprobs = self._logprobs(event.choice, delta.token_ids, delta.logprobs or [])
-        return CompletionChoice(event.choice, content(event.parts), logprobs, delta.finish_reason, delta.stop_reason)
+        return CompletionChoice(
+            index=event.choice,
+            text=content(event.parts),
+            logprobs=self._logprobs(event.choice, delta.token_ids, delta.logprobs or []),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
 
     def _choice(self, index: int, answer: Answer) -> CompletionChoice:
         whole = answer.whole
@@ -118,14 +130,20 @@ class CompletionRenderer(Renderer):
         if echoed:
             text = echoed.text + text
             logprobs = joined(echoed.logprobs, logprobs) if echoed.logprobs and logprobs else logprobs
-        return CompletionChoice(index, text, logprobs, whole.finish_reason, whole.stop_reason)
+        return CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=whole.finish_reason,
+            stop_reason=whole.stop_reason,
+        )
 
     def _echo(self, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> CompletionChoice | None:
         if not self._echoes:
             return None
         prompt = self.prompts[index]
         text = prompt.text
-        if text is None:  # as it would have been written: special tokens are a part of a prompt
+        if text is None:  # given as token ids: the special tokens are a part of the prompt
             text = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
         if not self.has_logprobs:
             return CompletionChoice(index, text)

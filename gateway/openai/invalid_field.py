@@ -1,4 +1,4 @@
-"""What msgspec says of a value that a Struct cannot hold, in the words of the caller."""
+"""Turns msgspec's message about a wrong value into an error in the caller's words."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import msgspec
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.settings.suggestions import suggestion
 
-MAX_SHOWN_CHARACTERS = 100  # of what a client sent, in a message about it
+MAX_SHOWN_CHARACTERS = 100  # of a client's value, in an error message
 
 # msgspec's words for a value of the right type that is beyond its bounds, too long or malformed.
 OUT_OF_RANGE = re.compile(r"Expected `\w+` (?:[<>]=? .*|of length .*|matching .*|that's .*)", re.DOTALL)
@@ -18,7 +18,7 @@ JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 
 def invalid_field(complaint: str, kind: Any) -> RequestError:
-    """Return the error for what msgspec says, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
+    """Return the error for msgspec's message, such as "Expected `int`, got `str` - at `$.messages[0].content`"."""
     reason, _, path = complaint.partition(" - at ")
     param = shortened(re.sub(r"^.*?\$\.?", "", path.strip("`")))
     if missing := re.fullmatch(r"Object missing required field `(.*)`", reason):

@@ -34,9 +34,9 @@ class CompletionLogprobsWriter:
     def write_prompt(
         self, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
     ) -> CompletionLogprobs:
-        """Return the lists of a prompt that is echoed as `text`; a token has characters where the text has its own.
+        """Return the lists of a prompt that is echoed as `text`. A token's offset counts only characters of `text`.
 
-        What the tokenizer put before the text has none, nor has the space that some put before a first word.
+        A tokenizer may add special tokens or a space before the first word: these have no characters in `text`.
         """
         lists, decoder = CompletionLogprobs([], [], [], []), _utf8_decoder()
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
@@ -51,7 +51,7 @@ class CompletionLogprobsWriter:
         return lists
 
     def write(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> CompletionLogprobs:
-        """Return the lists of tokens that were generated."""
+        """Return the lists of generated tokens."""
         lists = CompletionLogprobs([], [], [], [])
         for token_id, logprob in zip(token_ids, logprobs, strict=True):
             self._append(lists, token_id, logprob)
@@ -66,12 +66,12 @@ class CompletionLogprobsWriter:
         lists.top_logprobs.append(self._top(logprob) if logprob else None)
 
     def _top(self, logprob: TokenLogprob) -> dict[str, float]:
-        """Return the alternatives and the token itself, by name."""
+        """Return the most likely tokens and the token itself, by name."""
         tops = {self._name(token_id): _clamp(value) for token_id, value in logprob.top}
         return tops | {self._name(logprob.token_id): _clamp(logprob.logprob)}
 
     def _name(self, token_id: int) -> str:
-        """Return the token's text, or as OpenAI writes it "bytes:\\xe2\\x96" where it is a part of a character."""
+        """Return the token's text, or OpenAI's spelling "bytes:\\xe2\\x96" if the token is a part of a character."""
         spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()

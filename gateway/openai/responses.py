@@ -1,4 +1,4 @@
-"""What clients receive, field for field as OpenAI's API has it; `stop_reason` is vLLM's addition."""
+"""The types that clients receive. The fields are those of OpenAI's API; `stop_reason` is vLLM's addition."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -22,7 +22,7 @@ class Usage(msgspec.Struct):
 
 
 class RunningUsage:
-    """What each choice of a stream has used so far, for `continuous_usage_stats`: its own prompt and its own tokens."""
+    """The usage of each choice of a stream so far, for `continuous_usage_stats`: its own prompt and its own tokens."""
 
     def __init__(self, nums_prompt_tokens: Sequence[int]) -> None:
         self._nums_prompt_tokens = nums_prompt_tokens
@@ -81,7 +81,7 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """`content` is there in every chunk, a string: clients print it without looking."""
+    """`content` is a string in every chunk: clients print it without a check."""
 
     content: str
     role: Literal["assistant"] | None = None
@@ -96,7 +96,7 @@ class ChatChunkChoice(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token; the first token of an echoed prompt has no logprob."""
+    """Parallel lists with one entry per token; the first token of an echoed prompt has no logprob."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -105,7 +105,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """Of an answer, and of a chunk of a stream: they have the same shape."""
+    """A choice of an answer, or of a chunk of a stream: both have the same fields."""
 
     index: int
     text: str
@@ -123,7 +123,7 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     usage: Usage
 
 
-class Model(msgspec.Struct, tag_field="object", tag="model"):
+class ModelCard(msgspec.Struct, tag_field="object", tag="model"):
     id: str
     created: int
     owned_by: str
@@ -133,9 +133,9 @@ class Model(msgspec.Struct, tag_field="object", tag="model"):
 
 
 class ModelList(msgspec.Struct, tag_field="object", tag="list"):
-    data: list[Model]
+    data: list[ModelCard]
 
 
 def system_fingerprint(ready: Ready) -> str:
-    """Return what clients see of the model's fingerprint: short, as every chunk carries it."""
+    """Return the start of the model's fingerprint: short, because every chunk has it."""
     return f"fp_{ready.model_fingerprint[:12]}"

@@ -1,4 +1,4 @@
-"""Text to tokens and back, in vLLM's words: bodies of `/tokenize` and `/detokenize`, and their answers."""
+"""Text to tokens and back: the bodies and answers of `/tokenize` and `/detokenize`, with vLLM's field names."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import msgspec
 
 from octavo.gateway.asking.asked import AskedPrompts, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.encode import PreparedPrompt
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.openai.chat import check_messages, conversation
 from octavo.gateway.openai.responses import encode
 from octavo.gateway.openai.types import (
@@ -52,7 +52,7 @@ class TokenizeAnswer(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str | None] | None  # as the vocabulary names them; None for an id that it lacks
+    token_strs: list[str | None] | None  # names in the vocabulary; None for an id that it lacks
 
 
 class DetokenizeRequest(ModelRequest, kw_only=True):
@@ -73,7 +73,7 @@ detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def ask_tokenize(body: TokenizeRequest) -> AskedPrompts:
-    """Return the prompt of the body. Raises RequestError for what the types alone cannot say."""
+    """Return the prompt of the body. Raises RequestError for faults that decoding by type cannot find."""
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         code = "missing_required_parameter" if body.prompt is None else "invalid_value"
@@ -97,19 +97,19 @@ def _ask_messages(body: TokenizeRequest, messages: Messages) -> AskedPrompts:
     return AskedPrompts(prompts=prompts, names=FieldNames(prompt="messages"))
 
 
-def write_tokens(body: TokenizeRequest, prompt: PreparedPrompt, model: Model) -> bytes:
-    """Return the answer. It can be long: call it in a thread."""
+def write_tokens(body: TokenizeRequest, prompt: PreparedPrompt, model: ServedModel) -> bytes:
+    """Return the answer. It can be long: call this in a thread."""
     token_ids = prompt.token_ids
     names = [model.files.tokenizer.token_name(each) for each in token_ids] if body.return_token_strs else None
     return encode(TokenizeAnswer(len(token_ids), model.ready.max_model_len, token_ids, names))
 
 
 def ask_detokenize(body: DetokenizeRequest) -> AskedPrompts:
-    """Return the tokens of the body. Raises RequestError for what the types alone cannot say."""
+    """Return the tokens of the body. Raises RequestError for faults that decoding by type cannot find."""
     refuse_unsupported(body)
     return AskedPrompts(prompts=[PromptTokens(body.tokens)], names=FieldNames(prompt="tokens"))
 
 
-def write_text(body: DetokenizeRequest, prompt: PreparedPrompt, model: Model) -> bytes:
-    """Return the answer, in which special tokens are text too. It can be long: call it in a thread."""
+def write_text(body: DetokenizeRequest, prompt: PreparedPrompt, model: ServedModel) -> bytes:
+    """Return the answer, in which special tokens are text too. It can be long: call this in a thread."""
     return encode(DetokenizeAnswer(model.files.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)))

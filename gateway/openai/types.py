@@ -1,7 +1,6 @@
-"""What clients may send. A field is honoured, refused by name, or one of the advisory few that change nothing here.
+"""The bodies that clients may send. A field is honoured, refused by name, or advisory: taken, with no effect here.
 
-Types and ranges stand in the fields, so that decoding a body checks it. Every optional field takes null, which is the
-same as leaving it out.
+The fields have types and ranges, so that decoding a body checks it. Null in an optional field is the same as no field.
 """
 
 import typing
@@ -17,7 +16,7 @@ from octavo.gateway.request_error import RequestError, unsupported
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
-MAX_STOP_CHARACTERS = 4096  # of all together: they are prepared before the first token
+MAX_STOP_CHARACTERS = 4096  # of all stop strings together: they are prepared before the first token
 MAX_MESSAGES = 1 << 14
 MAX_LISTED_IDS = 1024
 
@@ -28,9 +27,9 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class OnlyNeutral:
-    """Marks a field that is not implemented: null and these values are taken, for they ask for nothing.
+    """Marks a field that is not implemented. Null and these values are accepted, because they ask for nothing.
 
-    Compared by identity: `typing` keeps one Annotated for equal marks, and 0 equals False.
+    Marks compare by identity: `typing` would keep one Annotated for equal marks, and 0 equals False.
     """
 
     def __init__(self, *values: Any) -> None:
@@ -51,16 +50,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ModelRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A body for the model, whatever is asked of it."""
+    """A body that names a model."""
 
     model: str | None = None
 
     def forget_prompt(self) -> None:
-        """Let go of what can be long, once its tokens stand for it. What is left is a body."""
+        """Drop the prompt, which can be long, once its tokens are known. The rest is still a valid body."""
         raise NotImplementedError
 
     def forget_advice(self) -> None:
-        """Let go of what changes nothing, and can be long too."""
+        """Drop the advisory fields, which can be long."""
 
 
 class CommonRequest(ModelRequest, kw_only=True):
@@ -90,7 +89,7 @@ class CommonRequest(ModelRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
-    # Advisory: they are about the caller's books, not about what is generated.
+    # Advisory: these fields are for the caller's own records and do not change what is generated.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -147,7 +146,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
     name: str | None = None
 
-    # Advisory: a client's and a provider's books, which come back with the history of a conversation.
+    # Advisory: records of a client or a provider, which come back with the history of a conversation.
     id: Any = None
     metadata: Any = None
     timestamp: Any = None
@@ -169,7 +168,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The content as one string, parts joined as they are."""
+        """The content as one string: the parts are joined without a separator."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -230,7 +229,7 @@ completion_decoder = msgspec.json.Decoder(CompletionRequest)
 
 
 def without_nulls(body: Any) -> Any:
-    """Return a decoded body without the fields that are null, wherever a body has fields: null is as if left out."""
+    """Return a decoded body without the fields that are null, at every level: null is the same as no field."""
     if not isinstance(body, Mapping):
         return body
     fields = {name: value for name, value in body.items() if value is not None}
@@ -270,14 +269,14 @@ def refuse_unsupported(struct: msgspec.Struct, path: str = "") -> None:
 
 
 def _shown(value: Any) -> str:
-    """Return the value for a message where it is short and tells something."""
+    """Return the value as an error message shows it, or "" if the value is long."""
     if isinstance(value, dict) and isinstance(value.get("type"), str):
         return f" of type {value['type'][:40]!r}"
     return f" {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 40 else ""
 
 
 def check_common(request: CommonRequest) -> None:
-    """Raise RequestError for what the types alone cannot say about the fields that all requests share."""
+    """Raise RequestError for faults of the shared fields that decoding by type cannot find."""
     refuse_unsupported(request)
     if request.stream_options is not None:
         refuse_unsupported(request.stream_options, "stream_options.")

@@ -1,4 +1,4 @@
-"""Long bodies are read by processes of their own (`reader.py`): nothing that is in one holds this one's event loop."""
+"""Other processes read long bodies (`reader.py`), so that no body can hold up the gateway's event loop."""
 
 import asyncio
 import itertools
@@ -16,15 +16,15 @@ import msgspec
 from octavo.gateway.asking.asked import PromptTokens
 from octavo.gateway.reading.messages import (
     LENGTH_BYTES,
-    Answer,
     Cancel,
     Done,
     Order,
     Piece,
     Read,
+    Reply,
     Tokens,
     Wrong,
-    decode_answer,
+    decode_reply,
     framed,
 )
 from octavo.gateway.request_error import RequestError, overloaded, unavailable
@@ -34,7 +34,7 @@ from octavo.protocol.settings.loading import child_environ
 
 MAX_BODIES = 16  # at once
 MAX_READERS = 2  # each holds the tokenizer
-MAX_LIVES = 3  # of readers that one body may see: another body, or the machine, may end one
+MAX_TRIES = 3  # of one body: another body, or the machine, may end a reader
 RETRY_AFTER_S = 1.0
 BUFFER_BYTES = 1 << 20
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class LongBodies:
-    """The bodies that readers have. A reader is started when one is needed, and kept."""
+    """Gives long bodies to readers. A reader is started when it is needed first, and kept."""
 
     def __init__(self, config: Config, model_names: tuple[str, ...]) -> None:
         self._model_names = model_names
@@ -59,9 +59,9 @@ class LongBodies:
     async def read(
         self, door: str, decoder: "msgspec.json.Decoder[Body]", pieces: Sequence[bytes], ready: Ready
     ) -> tuple[Body, Iterator[PromptTokens]]:
-        """Return the body in `pieces`, without its prompts, and these. `door` is the name of the way in.
+        """Return the body in `pieces` without its prompts, and the prompts. `door` is the door's name.
 
-        Raises RequestError: also if there are too many at once (429).
+        Raises RequestError, also if too many bodies are being read (429).
         """
         if self.num_bodies >= MAX_BODIES:
             message = f"{self.num_bodies} other long bodies are being read: send the request again later"
@@ -71,34 +71,34 @@ class LongBodies:
         return decoder.decode(done.body), prompts
 
     async def _ask(self, pieces: Sequence[bytes], order: Callable[[int], Read]) -> tuple[list[Tokens], Done]:
-        for _ in range(MAX_LIVES):
+        for _ in range(MAX_TRIES):
             reader = min(self._readers, key=lambda reader: reader.num_bodies)
             try:
                 return await reader.read(pieces, order)
             except _ReaderEnded:
-                logger.warning("a process that reads long bodies ended: another one is started")
+                logger.warning("a process that reads long bodies ended: starting another one")
         raise unavailable("the process that reads long bodies ended")
 
     async def close(self) -> None:
-        """End the readers; nobody waits for one any more."""
+        """End the readers. No request may wait for one."""
         for reader in self._readers:
             await reader.close()
 
 
-class _ReaderEnded(Exception):  # noqa: N818  (what it did)
+class _ReaderEnded(Exception):  # noqa: N818  (an event, handled by trying again)
     pass
 
 
 class _Reader:
-    """The place of one process: it is started when a body comes, and again if it has ended."""
+    """Keeps one process: starts it when a body comes, and again if it has ended."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = environ
-        self._starting: asyncio.Task[_Life] | None = None  # goes on if the client for whom it began leaves
+        self._starting: asyncio.Task[_Life] | None = None  # goes on if the client that caused it leaves
         self.num_bodies = 0
 
     async def read(self, pieces: Sequence[bytes], order: Callable[[int], Read]) -> tuple[list[Tokens], Done]:
-        """Return what the process says of a body; `order` makes the message that ends it, of its number.
+        """Return the prompts of a body and its rest. `order` makes the last message of the body from its job id.
 
         Raises RequestError, or _ReaderEnded if the process ended.
         """
@@ -122,7 +122,7 @@ def _has_ended(starting: "asyncio.Task[_Life]") -> bool:
 
 
 class _Job:
-    """What was said of one body so far."""
+    """The replies about one body so far."""
 
     def __init__(self) -> None:
         self.tokens: list[Tokens] = []
@@ -145,7 +145,7 @@ class _Life:
     async def start(cls, environ: dict[str, str]) -> "_Life":
         command = (sys.executable, "-P", "-m", "octavo.gateway.reader")
         try:
-            # In a session of its own, since a Ctrl-C is for the gateway alone. It ends when its standard input does.
+            # The reader has its own session: a Ctrl-C is for the gateway alone. It ends when its standard input ends.
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, env=environ, start_new_session=True, limit=BUFFER_BYTES
             )
@@ -174,7 +174,7 @@ class _Life:
     async def _send(self, order: Order) -> None:
         if not self.has_ended:
             self._orders.write(framed(order))
-            with suppress(ConnectionError):  # it ended, as all jobs are told
+            with suppress(ConnectionError):  # it ended: `_listen` tells all jobs
                 await self._orders.drain()
 
     async def close(self) -> None:
@@ -183,11 +183,11 @@ class _Life:
         await self._listening
 
     async def _listen(self) -> None:
-        """Give the answers to those who wait, until the process ends."""
+        """Give each reply to its job, until the process ends."""
         try:
             while True:
                 num_bytes = int.from_bytes(await self._answers.readexactly(LENGTH_BYTES), "big")
-                self._take(decode_answer(await self._answers.readexactly(num_bytes)))
+                self._take(decode_reply(await self._answers.readexactly(num_bytes)))
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         self.has_ended = True
@@ -197,7 +197,7 @@ class _Life:
         self._orders.close()
         await self._process.wait()
 
-    def _take(self, answer: Answer) -> None:
+    def _take(self, answer: Reply) -> None:
         job = self._jobs.get(answer.job_id)
         if job is None or job.done.done():
             return

@@ -1,4 +1,4 @@
-"""What a gateway and the process that reads its long bodies say to each other, each message behind its length."""
+"""The messages between a gateway and the processes that read its long bodies. The length comes before each message."""
 
 from typing import BinaryIO
 
@@ -9,42 +9,42 @@ from octavo.protocol.messages import Ready
 LENGTH_BYTES = 4
 
 
-class Message(msgspec.Struct, tag=True, array_like=True, frozen=True):
+class JobMessage(msgspec.Struct, tag=True, array_like=True, frozen=True):
     job_id: int
 
 
-class Piece(Message, frozen=True):
+class Piece(JobMessage, frozen=True):
     """The next bytes of a body."""
 
     content: bytes
 
 
-class Read(Message, frozen=True):
-    """All of the body is there: read it."""
+class Read(JobMessage, frozen=True):
+    """The body is complete: read it."""
 
-    door: str  # its name
+    door: str  # the door's name
     model_names: tuple[str, ...]
     ready: Ready
 
 
-class Cancel(Message, frozen=True):
-    """Nobody waits for it any more."""
+class Cancel(JobMessage, frozen=True):
+    """The client has left: the body is not needed."""
 
 
-class Tokens(Message, frozen=True):
+class Tokens(JobMessage, frozen=True):
     """The next prompt of a body."""
 
     token_ids: bytes  # int32
     text: str | None
 
 
-class Done(Message, frozen=True):
-    """The body without its prompts, as JSON; all of them were sent before."""
+class Done(JobMessage, frozen=True):
+    """The body without its prompts, as JSON. All of the prompts were sent before."""
 
     body: bytes
 
 
-class Wrong(Message, frozen=True):
+class Wrong(JobMessage, frozen=True):
     """The fields of a RequestError."""
 
     message: str
@@ -54,14 +54,14 @@ class Wrong(Message, frozen=True):
 
 
 Order = Piece | Read | Cancel
-Answer = Tokens | Done | Wrong
+Reply = Tokens | Done | Wrong
 
 decode_order = msgspec.msgpack.Decoder(Order).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def framed(message: Order | Answer) -> bytes:
+def framed(message: Order | Reply) -> bytes:
     content = _encode(message)
     return len(content).to_bytes(LENGTH_BYTES, "big") + content
 

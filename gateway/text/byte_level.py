@@ -1,8 +1,8 @@
-"""The characters in which byte-level vocabularies spell bytes."""
+"""The characters by which byte-level vocabularies write bytes."""
 
 
 def _bytes_of_characters() -> dict[str, bytes]:
-    """Return what each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`, reversed)."""
+    """Return the byte of each character of a byte-level vocabulary (GPT-2's `bytes_to_unicode`, reversed)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): bytes([byte]) for byte in printable}

@@ -1,4 +1,4 @@
-"""Messages to the text of a prompt, by the template that came with the model."""
+"""Turns messages into the text of a prompt, with the model's chat template."""
 
 import logging
 import re
@@ -14,7 +14,7 @@ import jinja2.ext
 import jinja2.meta
 from jinja2 import TemplateSyntaxError
 
-# What a template may see under these names is not for a request to say.
+# Template variables that a request may not set.
 RESERVED_NAMES = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversations", "documents", "messages",
@@ -24,31 +24,31 @@ RESERVED_NAMES = frozenset(
 
 
 class ChatTemplateError(ValueError):
-    """These messages cannot be rendered: the template's own words, for the client (400)."""
+    """The messages cannot be rendered. The message has the template's own words, for the client (400)."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A prompt in which control tokens that the messages contained are placeholders, if there were any."""
+    """A prompt in which placeholders replace control tokens that the messages contained."""
 
     text: str
-    placeholders: Mapping[str, str]  # placeholder: what it stands for
+    placeholders: Mapping[str, str]  # placeholder: its control token
 
     @property
     def shown(self) -> str:
-        """The prompt as the user and the template wrote it, in which nobody sees who wrote a control token."""
+        """The prompt with all control tokens, those of the messages and those of the template alike."""
         return self.with_placeholders(self.text)
 
     def with_placeholders(self, text: str) -> str:
-        """Return `text` with what placeholders stand for in their places."""
+        """Return `text` with each placeholder replaced by its control token."""
         if not self.placeholders:
             return text
-        pattern = re.compile("|".join(map(re.escape, self.placeholders)))  # none is a part of another
+        pattern = re.compile("|".join(map(re.escape, self.placeholders)))  # no placeholder is a part of another
         return pattern.sub(lambda match: self.placeholders[match[0]], text)
 
 
 class ChatTemplate:
-    """Renders conversations with transformers' own renderer, which is the one that templates are written for."""
+    """Renders conversations with the renderer of transformers, for which templates are written."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class ChatTemplate:
         control_tokens: Sequence[str] = (),
         names: Sequence[str] = (),
     ) -> None:
-        """`source` None: the model has no template, or only those of `names`, and every `render` says so.
+        """`source` None: the model has no template, or only templates with `names`; `render` raises an error about it.
 
-        `special_tokens` are what templates see (bos_token, ...), `control_tokens` what messages may not forge.
-        Raises ValueError if the template is not valid Jinja.
+        Templates see `special_tokens` (bos_token, ...). Messages cannot forge `control_tokens`. Raises ValueError if
+        the template is not valid Jinja.
         """
         self._source, self._special_tokens, self._templates = source, dict(special_tokens), names
         self._set_names = RESERVED_NAMES | special_tokens.keys()
@@ -80,7 +80,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Return the prompt of `messages` (content: a string, text parts or None). CPU work: call it in a thread.
 
-        `template_kwargs` may name what the template reads and the server does not set. Raises ChatTemplateError.
+        `template_kwargs` are variables that the template reads and the server does not set. Raises ChatTemplateError.
         """
         if self._source is None or self._render is None:
             if self._templates:
@@ -108,26 +108,26 @@ class ChatTemplate:
             )
         except RecursionError:
             raise ChatTemplateError("what the chat template is given is nested too deeply") from None
-        except Exception as error:  # a template can fail in any way on what it was not written for
+        except Exception as error:  # a template can raise any exception
             reason = _show(str(error) or type(error).__name__, placeholders)
             raise ChatTemplateError(f"the chat template does not take these messages: {reason}") from None
         return RenderedChat(text, placeholders)
 
     @cached_property
     def _knows_one_system_message(self) -> bool:
-        """Whether the template refuses a second system message or leaves it out."""
+        """Whether the template refuses a second system message, or leaves it out."""
         probe = [{"role": "system", "content": text} for text in ("probe1", "probe2")]
         try:
             text = self._rendered([*probe, {"role": "user", "content": "hi"}])
-        except Exception:  # whatever a template says to this
+        except Exception:  # a template can raise any exception
             return True
         return not ("probe1" in text and "probe2" in text)
 
     def _merged(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return `messages` with the developer as the system, and as few system messages as the template knows.
+        """Return `messages` with developer messages as system messages, of which the template can take the number.
 
-        Where it knows one, it is the first and has the texts of all in their order. Elsewhere system and developer
-        messages that lead a conversation are one, and later ones stay in their places.
+        A template that knows one system message gets one, in front, with the texts of all in order. For other templates
+        only the system and developer messages that begin a conversation are joined; later ones keep their places.
         """
         if self._knows_developer:
             return messages
@@ -171,7 +171,7 @@ def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Placeholders:
-    """Stand-ins for control tokens in what users wrote, so that the text shows who wrote a control token."""
+    """Placeholders for control tokens in users' text, so that they differ from control tokens of the template."""
 
     def __init__(self, control_tokens: Sequence[str]) -> None:
         nonce = secrets.token_hex(8)
@@ -180,7 +180,7 @@ class _Placeholders:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def hide(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """Return `value` with control tokens replaced in all its strings, and what each placeholder stands for."""
+        """Return `value` with control tokens replaced in all its strings, and the control token of each placeholder."""
         used: dict[str, str] = {}
 
         def replace(match: re.Match[str]) -> str:
@@ -232,7 +232,7 @@ def _free_names(source: str) -> frozenset[str]:
 
 
 def _renderer() -> Callable[..., tuple[list[str], list[object]]]:
-    """Import transformers' renderer, here because it takes half a second, without its notice that torch is absent."""
+    """Import transformers' renderer, without its notice about torch; here, because it takes half a second."""
     notices = logging.getLogger("transformers")
     notices.addFilter(_is_not_about_torch)
     try:

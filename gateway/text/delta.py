@@ -1,4 +1,4 @@
-"""What a generation gives, piece by piece."""
+"""The output of a generation: pieces of it, and the whole."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from octavo.protocol.messages import Logprobs, unpack_ids
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probability of one token, its rank (1 is the likeliest) and the likeliest alternatives, best first."""
+    """Log probability of one token, its rank (1 is the most likely) and the most likely tokens, best first."""
 
     token_id: int
     logprob: float
@@ -19,12 +19,12 @@ class TokenLogprob:
 
 
 class Delta(msgspec.Struct):
-    """What is new: text that cannot change any more, and the tokens whose text is out (or which have none).
+    """New output: text that later tokens cannot change, and the tokens whose whole text is out.
 
-    Every Delta has text, `prompt_logprobs` or a `finish_reason` ("stop", "length", "abort" or "error"); the last one,
-    and only it, has a `finish_reason`. Tokens without text come with the next text. `stop_reason` is the stop string
-    or the user's stop token id that ended it. `prompt_logprobs` (one entry a prompt token, the first None) comes once,
-    with the first Delta, if asked for. Usage is the sum of `len(token_ids)`.
+    Every Delta has text, `prompt_logprobs` or a `finish_reason` ("stop", "length", "abort" or "error"). Only the last
+    Delta has a `finish_reason`. Tokens without text come with the next text. `stop_reason` is the stop string or the
+    user's stop token id that ended the generation. `prompt_logprobs` (one entry per prompt token, the first None) comes
+    once, with the first Delta, if the request wants it. Usage is the sum of `len(token_ids)`.
     """
 
     text: str
@@ -38,7 +38,7 @@ class Delta(msgspec.Struct):
 
 
 class Whole:
-    """What the deltas of one generation come to, so far: as a Delta, of which `add` makes more."""
+    """The output of one generation so far, with the fields of a Delta. `add` extends it by a Delta."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -56,7 +56,7 @@ class Whole:
         return self._texts[0] if self._texts else ""
 
     def add(self, delta: Delta) -> None:
-        """Add what is new. The last Delta alone says how it ended, and what was cached."""
+        """Add the output in `delta`. Only the last Delta has the finish and the number of cached tokens."""
         if delta.text:
             self._texts.append(delta.text)
         self.token_ids += delta.token_ids

@@ -1,4 +1,4 @@
-"""The control token with which a chat template ends an answer, found by rendering one."""
+"""Finds the control token with which a chat template ends an answer, by rendering a short chat."""
 
 from collections.abc import Iterable
 from threading import Thread
@@ -7,23 +7,23 @@ from octavo.gateway.text.chat_template import ChatTemplate
 
 ANSWER = "answer"
 CHAT = ({"role": "user", "content": "question"}, {"role": "assistant", "content": ANSWER})
-PATIENCE_S = 30.0  # a template takes milliseconds; one that loops would hold up every request
+PATIENCE_S = 30.0  # a template usually takes milliseconds; an endless one would block every request
 
 
 def end_of_turn(template: ChatTemplate, control_tokens: Iterable[str], patience_s: float = PATIENCE_S) -> str | None:
-    """Return the one of `control_tokens` that the template puts behind an answer, None if it puts none there.
+    """Return the one of `control_tokens` that the template writes after an answer, or None if there is none.
 
-    Raises ValueError if the template is not done in time: it may be a stranger's.
+    Raises ValueError if the template takes too long: a model's files are not trusted.
     """
     rendered: list[str] = []
 
     def render() -> None:
         try:
             rendered.append(template.render(CHAT, add_generation_prompt=False).text)
-        except Exception:  # a request is told what is wrong
+        except Exception:  # a request will get the error
             rendered.append("")
 
-    # A thread that loops cannot be ended: whoever called is to end the process.
+    # A thread that loops cannot be ended: the caller must end the process.
     thread = Thread(target=render, name="chat template", daemon=True)
     thread.start()
     thread.join(patience_s)

@@ -1,6 +1,6 @@
-"""generation_config.json: what requests take that say nothing themselves, and what of the file has no effect here.
+"""generation_config.json: defaults for requests, and warnings about keys of the file that have no effect here.
 
-config.json is in its place where there is none.
+A model without this file has the defaults of its config.json.
 """
 
 import logging
@@ -18,9 +18,9 @@ FILE = "generation_config.json"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What a model's files say for requests that say nothing; None where they say nothing either.
+    """A model's defaults for fields that a request leaves out. None: the model's files do not set the field.
 
-    Bounds are those of a request's own fields.
+    The bounds are those of a request's fields.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
@@ -32,8 +32,8 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 KEYS = {name: name for name in SamplingDefaults.__struct_fields__} | {"max_tokens": "max_new_tokens"}
-# Keys by which transformers would write another text, with the values by which it would not. What is in neither table
-# is about training, speed, memory or the shape of its answers.
+# Keys that change the text in transformers, with the values that change nothing. Keys in neither table concern
+# training, speed, memory or the form of transformers' answers.
 NOT_HONOURED: dict[str, tuple[object, ...]] = {
     "bad_words_ids": (None, []),
     "begin_suppress_tokens": (None, []),
@@ -67,18 +67,18 @@ NOT_HONOURED: dict[str, tuple[object, ...]] = {
 
 
 def said_in_config(model: Mapping[str, Any], text_model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what config.json says in the place of generation_config.json, which older models lack.
+    """Return the generation settings in config.json, for older models without generation_config.json.
 
-    As in transformers: `text_model`, the text model inside `model`, says what `model` does not.
+    As in transformers, `model` wins over `text_model`, the text model inside it.
     """
     keys = (*KEYS.values(), *NOT_HONOURED)
     return {key: value for said in (text_model, model) for key in keys if (value := said.get(key)) is not None}
 
 
 def own_defaults(path: Path, said: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the defaults of a model's own file, which says `said`.
+    """Return the defaults of a model's own file, whose content is `said`.
 
-    A stranger wrote it: a value that makes no sense is left out, and the log names it.
+    The user did not write the file: a wrong value is left out, and the log names it.
     """
     kept = {}
     for name, key in KEYS.items():
@@ -91,7 +91,7 @@ def own_defaults(path: Path, said: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def chosen_defaults(path: Path, said: Mapping[str, Any]) -> SamplingDefaults:
-    """Return the defaults of a file that the operator named, which says `said`. Raises ValueError for a wrong one."""
+    """Return the defaults of a file that the operator named, with content `said`. Raises ValueError if it is wrong."""
     named = {}
     for name, key in KEYS.items():
         try:
@@ -105,7 +105,7 @@ def chosen_defaults(path: Path, said: Mapping[str, Any]) -> SamplingDefaults:
 
 
 def _value(name: str, written: Any) -> Any:
-    """Return a default as requests have it. Raises ValueError if it has another type, or is out of bounds."""
+    """Return a default as a value of a request's field. Raises ValueError for a wrong type or value."""
     try:
         value = getattr(msgspec.convert({name: written}, SamplingDefaults), name)
         if isinstance(value, float) and not math.isfinite(value):

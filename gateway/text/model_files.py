@@ -1,4 +1,4 @@
-"""What the model's directory says to a gateway, read once at the start."""
+"""Reads the files of a model that a gateway needs, once at the start."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as a gateway knows it. Whoever read it closes the tokenizer."""
+    """The parts of a model that a gateway needs."""
 
     directory: Path
     created_s: int  # Unix time of the model's files, the same on every replica that shares them
@@ -30,13 +30,13 @@ class ModelFiles:
     eos_token_ids: tuple[int, ...]
     max_position_tokens: int | None
     sampling_defaults: SamplingDefaults
-    max_logprobs: int  # that a request may ask for
+    max_logprobs: int  # the most that a request may ask for
 
 
 def read_model_files(config: Config) -> ModelFiles:
-    """Return what `config.model`, a directory, and `config.generation_config` say.
+    """Read the files in `config.model`, a directory, and the defaults that `config.generation_config` chooses.
 
-    Raises ValueError, naming the file, if something needed is missing or malformed.
+    Raises ValueError, which names the file, if a needed file is missing or malformed.
     """
     directory = Path(config.model)
     if not directory.is_dir():
@@ -79,7 +79,7 @@ def read_model_files(config: Config) -> ModelFiles:
 def _sampling_defaults(where: str, own_path: Path, own_said: Mapping[str, Any]) -> SamplingDefaults:
     """Return the defaults of `where`: auto, octavo (none) or a directory with generation_config.json.
 
-    auto is the model's own file `own_path`, which says `own_said`.
+    auto is the model's own file `own_path`, with content `own_said`.
     """
     if where == "octavo":
         return SamplingDefaults()
@@ -97,7 +97,7 @@ def _sampling_defaults(where: str, own_path: Path, own_said: Mapping[str, Any]) 
 def _eos_token_ids(
     tokenizer: Tokenizer, special_tokens: Mapping[str, str], *said: Mapping[str, Any]
 ) -> tuple[int, ...]:
-    """Return every id that ends a text: checkpoints name them in up to three files, and not always the same."""
+    """Return every id that ends a text: a checkpoint has them in up to three files, which may differ."""
     found: list[int] = []
     for content in said:
         ids = content.get("eos_token_id")
@@ -113,26 +113,26 @@ def _eos_token_ids(
 def _warn_of_no_end(
     directory: Path, chat_template: ChatTemplate, eos_token_ids: tuple[int, ...], tokenizer: Tokenizer
 ) -> None:
-    """Say it if nothing ends an answer, or if the chat template ends it with a token that is no end."""
-    advice = "generation_config.json, under eos_token_id, is where to name what ends an answer"
+    """Warn if no token ends an answer, or if the chat template ends it with a token that is not an end token."""
+    advice = "to change this, set eos_token_id in generation_config.json"
     try:
         token = end_of_turn(chat_template, tokenizer.control_tokens)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}: put it right there") from None
     if not eos_token_ids:
         logger.warning(
-            "%s names no token that ends an answer: it goes on to max_tokens or a stop; %s", directory, advice
+            "%s names no token that ends an answer: answers go on to max_tokens or a stop; %s", directory, advice
         )
     elif token is not None and tokenizer.token_id(token) not in eos_token_ids:
         logger.warning(
             "%s: the chat template ends an answer with %s (%s), which is not among the model's ends %s: answers may go"
-            " on behind it; %s",
+            " on after it; %s",
             *(directory, token, tokenizer.token_id(token), list(eos_token_ids), advice),
         )
 
 
 def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token, ... as templates see them."""
+    """Return bos_token, eos_token, ... for templates."""
     said = {**_read_json(directory / "special_tokens_map.json"), **tokenizer_config}
     tokens = {}
     for name in SPECIAL_TOKEN_NAMES:
@@ -146,7 +146,7 @@ def _special_tokens(directory: Path, tokenizer_config: Mapping[str, Any]) -> dic
 def _given_template(
     given: str, named: Mapping[str, Any], special_tokens: Mapping[str, str], tokenizer: Tokenizer
 ) -> ChatTemplate:
-    """Return the template that --chat-template is, or names: one of the model's, or a file."""
+    """Return the template of --chat-template: it is a template itself, a name of one of the model's, or a file."""
     is_template = "{" in given or "\n" in given
     if not is_template and given not in named and not Path(given).is_file():
         own = f", or the name of one of the model's templates: {', '.join(sorted(named))}" if named else ""
@@ -173,9 +173,9 @@ def _usable_template(
 
 
 def _named_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model's templates by name, from where transformers would take them; one without a name is default.
+    """Return the model's templates by name, from the places of transformers; the one without a name is "default".
 
-    Raises ValueError for one that has neither a name nor a place.
+    Raises ValueError for a template that needs a name and has none.
     """
     said = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     named: dict[str, Any] = {} if said is None else {"default": said}
@@ -217,7 +217,7 @@ def _positive_int(content: Mapping[str, Any], name: str, path: Path) -> int | No
 
 
 def _read_json(path: Path, *, required: bool = False) -> dict[str, Any]:
-    """Return the object in `path`, or an empty one if the file may be absent and is."""
+    """Return the object in `path`, or an empty one if there is no such file and it is not required."""
     if not path.is_file():
         if required:
             raise ValueError(f"{path} does not exist")

@@ -1,4 +1,4 @@
-"""Work that is done in steps: between two of them it can be left, or another thread can go on with it."""
+"""Work in steps: between two steps it can be stopped, or continue in another thread."""
 
 from collections.abc import Generator
 from typing import Any, TypeVar
@@ -8,7 +8,7 @@ Steps = Generator[None, None, Result]
 
 
 def next_step(steps: Steps[Result]) -> tuple[Result] | None:
-    """Do the next step. Return what the steps return in a tuple, or None if there are more."""
+    """Do the next step. Return the result of all steps in a tuple, or None if there are more steps."""
     try:
         next(steps)
     except StopIteration as end:
@@ -17,7 +17,7 @@ def next_step(steps: Steps[Result]) -> tuple[Result] | None:
 
 
 def finished(steps: Generator[Any, None, Result]) -> Result:
-    """Do all the steps in this thread, and return what they return."""
+    """Do all steps in this thread, and return their result."""
     while (result := next_step(steps)) is None:
         pass
     return result[0]

@@ -1,4 +1,4 @@
-"""Where a text ends because of a stop string, found a character at a time."""
+"""Finds the place where a stop string ends a text, a character at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,21 +9,21 @@ CHARACTER_BITS = 21  # every code point is below 2**21
 
 
 class StopStrings:
-    """Watches one text for several strings; the one that is complete first wins, of two the longer.
+    """Watches one text for several strings. The string that is complete first wins; of two at once, the longer one.
 
-    All strings share the automaton of Aho and Corasick, so a character costs the same however many strings there are,
-    whatever was before it and however the text was cut into pieces. After `feed`, the last `num_held` characters may
-    be the start of one.
+    All strings share an Aho-Corasick automaton: the cost of a character does not depend on the number of strings, on
+    the text before it, or on the pieces of the text. After `feed`, the last `num_held` characters may be the start of
+    a string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         """`stops` are not empty and contain no empty string."""
         self._automaton = _automaton(tuple(stops))
-        self._node = 0  # the longest start of a string that the text ends with
+        self._node = 0  # stands for the longest start of a string that is at the end of the text
         self.num_held = 0
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, int] | None:
-        """Return (stop string, index in `text` behind its end), or None; unless `armed`, a string does not stop."""
+        """Return (stop string, index in `text` after its end), or None. Strings do not stop unless `armed`."""
         children, fallbacks, found, held = self._automaton
         node = self._node
         for index, character in enumerate(text):
@@ -40,11 +40,11 @@ class StopStrings:
 
 
 class _Automaton(NamedTuple):
-    """A node is a start of some string; node 0 is the empty one."""
+    """A node is the start of at least one string; node 0 is the empty start."""
 
     children: dict[int, int]  # node << CHARACTER_BITS | code point: the node that is one character longer
     fallbacks: list[int]  # the longest node that is a proper suffix of a node
-    found: list[str]  # the longest string that a node ends with, or nothing
+    found: list[str]  # the longest string that a node ends with, or ""
     held: list[int]  # the length of the longest suffix of a node that can still become a string
 
 
@@ -52,7 +52,7 @@ class _Automaton(NamedTuple):
 def _automaton(stops: tuple[str, ...]) -> _Automaton:
     children: dict[int, int] = {}
     found, depths = [""], [0]
-    characters_of: list[list[int]] = [[]]  # that may follow a node
+    characters_of: list[list[int]] = [[]]  # the characters that may follow a node
     for stop in stops:
         node = 0
         for code in map(ord, stop):

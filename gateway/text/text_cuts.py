@@ -1,14 +1,15 @@
-"""Where a text can be cut so that its parts, one after the other, have exactly the tokens of the whole.
+"""Finds places where a text can be cut so that the tokens of its parts are exactly the tokens of the whole text.
 
-A cut is between a letter or digit and what never belongs to the same token: a space, a comma. That holds
+A cut is between a letter or digit and a character that is never in the same token, such as a space or a comma. A place
+is a cut
 
-* if the pre-tokenizer splits there, whatever is around (`WORDS`: none of these expressions matches a letter or digit
-  together with what a cut is in front of, none looks back, and none looks ahead beyond white space), or
-* if nothing splits, and no token of a BPE vocabulary has the two characters side by side: no merge is across them then,
-  and merges on one side know nothing of the other.
+* if the pre-tokenizer always splits there (`WORDS`: none of these expressions matches a letter or digit together with
+  the character after a cut, none looks back, and none looks ahead beyond white space), or
+* if the pre-tokenizer never splits, and no token of a BPE vocabulary has the two characters side by side: then no merge
+  crosses the cut, and merges on one side do not depend on the other side.
 
-What a tokenizer does only at a text's start is no exception: a part begins with the character before the cut, whose
-tokens are taken off again. Tokenizers of another kind are not cut.
+Some tokenizers treat the start of a text differently: so each part begins with the character before the cut, and the
+tokens of this character are removed again. Texts for tokenizers of other kinds are not cut.
 """
 
 import re
@@ -16,16 +17,16 @@ from collections.abc import Iterator
 from typing import Any
 
 SLICE_CHARACTERS = 8192
-SPACE = "\u2581"  # what SentencePiece writes for a space
+SPACE = "\u2581"  # SentencePiece's character for a space
 
-# Letters that normalization leaves alone, and that no combining mark is part of: Latin, Cyrillic, kana, Han, Hangul.
+# Letters that normalization does not change, without combining marks: Latin, Cyrillic, kana, Han, Hangul.
 LETTERS = "A-Za-z\u0400-\u0481\u048a-\u04ff\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
 BREAKS = " \n\t,;:!?\u3001\u3002\uff0c\uff1b\uff1a\uff01\uff1f"
 
 _PREFIX = r"[^\r\n\p{L}\p{N}]?"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-# Alternatives of the expressions that byte-level families split text by.
+# Alternatives of the regular expressions by which families of byte-level tokenizers split text.
 WORDS = frozenset(
     [
         r" ?\p{L}+", rf"{_PREFIX}\p{{L}}+", rf"{_PREFIX}[\p{{L}}\p{{M}}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
@@ -46,7 +47,7 @@ OTHERS = frozenset(
 
 
 def slices(text: str, cut: re.Pattern[str] | None) -> Iterator[tuple[int, int]]:
-    """Return the starts and ends of parts of about `SLICE_CHARACTERS`; a part is longer where no cut can be."""
+    """Return the starts and ends of parts of about `SLICE_CHARACTERS`; a part is longer if it has no cut there."""
     start = 0
     while start < len(text) or not text:
         end = _end(text, start, cut) if cut and len(text) - start > SLICE_CHARACTERS else len(text)
@@ -57,11 +58,11 @@ def slices(text: str, cut: re.Pattern[str] | None) -> Iterator[tuple[int, int]]:
 
 
 def _end(text: str, start: int, cut: re.Pattern[str]) -> int:
-    """Return the last cut of the slice that begins at `start`, else the first one behind it, else the text's end."""
+    """Return the last cut of the slice that begins at `start`, or else the next cut, or else the text's end."""
     middle, end = start + SLICE_CHARACTERS // 2, start + SLICE_CHARACTERS
     if found := [match.end() for match in cut.finditer(text, middle, end)]:
         return found[-1]
-    while end < len(text):  # in pieces: an expression holds the interpreter until it has found its match
+    while end < len(text):  # in pieces: a search holds the interpreter until it returns
         if match := cut.search(text, end - 1, end + SLICE_CHARACTERS):
             return match.end()
         end += SLICE_CHARACTERS - 1
@@ -69,7 +70,7 @@ def _end(text: str, start: int, cut: re.Pattern[str]) -> int:
 
 
 def find_cuts(content: dict[str, Any]) -> re.Pattern[str] | None:
-    """Return what matches the character before a cut in texts for the tokenizer.json `content`, if it can be cut."""
+    """Return a pattern for the character before a cut, for the tokenizer.json `content`; None if it allows no cuts."""
     normalizers, stages, model = parts(content.get("normalizer")), parts(content.get("pre_tokenizer")), content["model"]
     if model.get("dropout") or model.get("end_of_word_suffix") or model.get("continuing_subword_prefix"):
         return None
@@ -102,7 +103,7 @@ def is_space_replacement(step: dict[str, Any]) -> bool:
 
 
 def _splits_words(stages: list[dict[str, Any]]) -> bool:
-    """Whether these pre-tokenizers split at every cut, and depend on nothing across it."""
+    """Whether these pre-tokenizers split at every cut, and treat each side of it independently."""
     splits_words = splits_numbers = False
     for stage in stages:
         match stage:
@@ -125,7 +126,7 @@ def _splits_words(stages: list[dict[str, Any]]) -> bool:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Return what stands between the bars of a regular expression, outside of its brackets."""
+    """Return the alternatives of a regular expression: the parts between bars outside its brackets."""
     found, depth = [""], 0
     for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|.", pattern, re.DOTALL):
         depth += (token == "(") - (token == ")")
@@ -137,28 +138,30 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _keeps_spaces(stages: list[dict[str, Any]], spells_spaces: bool) -> bool:
-    """Whether all of a text between control tokens is one word, in which spaces are spelled as SentencePiece does."""
+    """Whether the whole text between control tokens is one word, with spaces written as in SentencePiece."""
     match stages:
         case []:
             return spells_spaces
         case [{"type": "Metaspace", "split": False}]:
             return True
-        case [{"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}]:  # finds none
+        case [
+            {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}
+        ]:  # no space is left to split at
             return spells_spaces
     return False
 
 
 def _letters_before_no_space(vocabulary: dict[str, int]) -> str:
-    """Return the letters that are tokens, and that no token has in front of a space."""
+    """Return the letters that are tokens themselves and that are never before a space inside a token."""
     joined = {pair for token in vocabulary for pair in re.findall(rf"[A-Za-z](?={SPACE})", token)}
     letters = map(chr, (*range(ord("A"), ord("Z") + 1), *range(ord("a"), ord("z") + 1)))
     return "".join(letter for letter in letters if letter in vocabulary and letter not in joined)
 
 
 def _unless_in_added_tokens(before: str, breaks: str, added: list[dict[str, Any]]) -> re.Pattern[str] | None:
-    """Return the pattern of a cut, if added tokens have none inside and none ends where one would be.
+    """Return the pattern of a cut, unless an added token contains a cut or ends where a cut would be.
 
-    What follows an added token is a new beginning, and some take in the white space behind them.
+    After an added token a new text begins for the tokenizer, and some added tokens include the white space after them.
     """
     inside_or_end = re.compile(rf"[{before}](?:[{re.escape(breaks)}{SPACE}]|\Z)")
     if not before or any(inside_or_end.search(token["content"]) for token in added):

@@ -1,4 +1,4 @@
-"""The tokens of one sequence to Deltas: detokenized, cut at stop strings, tokens and text kept together."""
+"""Turns the tokens of one sequence into Deltas: detokenizes, cuts at stop strings, keeps tokens with their text."""
 
 from collections import deque
 from typing import NamedTuple
@@ -13,13 +13,13 @@ from octavo.protocol.sampling import Sampling
 class HeldToken(NamedTuple):
     token_id: int
     logprob: TokenLogprob | None
-    text_end: int  # where in the whole text its own ends
+    text_end: int  # where the token's text ends in the whole text
 
 
 class TextStream:
-    """Pure: `push` each Output of a request in order, and send on the Deltas that come back.
+    """Pure: `push` each Output of a request in order, and pass the returned Deltas on.
 
-    The token that ends a sequence by its id has no text unless `include_stop` is set.
+    A stop token has no text in the Delta unless `include_stop` is set.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class TextStream:
         self._stop_strings, self._include_stop = stop, include_stop
         self._only_text = not stop and sampling.num_logprobs is None
         self._undecoded: list[tuple[int, TokenLogprob | None]] = []  # tokens whose text is not complete
-        self._held: deque[HeldToken] = deque()  # tokens whose text is not all out
-        self._text = ""  # complete, but not out
-        self._text_end = 0  # characters of the whole text that are complete
+        self._held: deque[HeldToken] = deque()  # tokens whose text is not completely released
+        self._text = ""  # complete, but not released
+        self._text_end = 0  # the number of complete characters of the whole text
         self._num_tokens = 0
         self._num_cached_tokens = 0
 
     def push(self, output: Output) -> Delta | None:
-        """Return what `output` lets out, or None if that is nothing yet. After a `finish_reason` push no more."""
+        """Return the Delta that `output` releases, or None. Do not push after a Delta with a `finish_reason`."""
         self._num_cached_tokens = self._num_cached_tokens or output.num_cached_tokens
         token_ids = unpack_ids(output.token_ids)
         if len(token_ids) == 1 and self._is_plain(output):
@@ -60,7 +60,7 @@ class TextStream:
         return self._finished(output)
 
     def _is_plain(self, output: Output) -> bool:
-        """Return whether `output` goes out as it is if its text is complete: it has nothing else, and nothing waits."""
+        """Whether `output` has only text and no earlier text waits: then it needs no further check."""
         is_text = output.finish_reason is None and output.prompt_logprobs is None
         return self._only_text and is_text and not self._held and not self._undecoded
 
@@ -74,13 +74,13 @@ class TextStream:
         return Delta(piece, [token_id], num_cached_tokens=self._num_cached_tokens)
 
     def _take(self, token_id: int, logprob: TokenLogprob | None, piece: str) -> tuple[str, int] | None:
-        """Take a token and the text that it completes; return what `_add` does."""
+        """Take a token and the text that it completes; return the result of `_add`."""
         self._num_tokens += 1
         self._undecoded.append((token_id, logprob))
         return self._add(piece, self._detokenizer.num_pending_tokens)
 
     def _add(self, piece: str, num_pending_tokens: int) -> tuple[str, int] | None:
-        """Take text that is complete; return (stop string, its end in the unreleased text) if it completed one."""
+        """Take complete text; return (stop string, its end in the unreleased text) if the text completes one."""
         start = len(self._text)
         self._text += piece
         self._text_end += len(piece)
@@ -108,7 +108,7 @@ class TextStream:
         return delta
 
     def _stopped(self, stop: str, end: int, output: Output) -> Delta:
-        """End at a stop string; whatever came after the token that completed it does not count."""
+        """End at a stop string; tokens after the one that completed the string do not count."""
         self._held.extend(HeldToken(*token, self._text_end) for token in self._undecoded)
         text = self._text[: end if self._include_stop else end - len(stop)]
         delta = self._delta(text, output, self._text_end)
@@ -125,10 +125,10 @@ class TextStream:
             if logprob is not None:
                 logprobs.append(logprob)
         return Delta(
-            text,
-            token_ids,
-            logprobs if self._sampling.num_logprobs is not None else None,
-            self._prompt_logprobs(output),
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs if self._sampling.num_logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs(output),
             num_cached_tokens=self._num_cached_tokens,
         )
 
@@ -138,9 +138,9 @@ class TextStream:
         return [None, *token_logprobs(self._prompt_token_ids[1:], output.prompt_logprobs)]
 
     def _reason(self, token_id: int) -> str | int | None:
-        """Return what the user asked to stop at: the id, or the stop string that it stands for.
+        """Return the user's stop: the token id, or the stop string with the same name as the token.
 
-        What ends the text anyway is no reason.
+        The model's own end tokens are not a stop reason.
         """
         if token_id in self._sampling.eos_token_ids or token_id not in self._sampling.stop_token_ids:
             return None

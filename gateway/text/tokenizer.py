@@ -1,4 +1,4 @@
-"""Text to token ids, and token ids back to text."""
+"""Turns text into token ids, and token ids back into text."""
 
 import math
 import re
@@ -22,8 +22,8 @@ from octavo.protocol.model_files.bounded import LARGEST_LIST_BYTES, read_bounded
 AGAIN = "Download the model again"
 
 
-class TooManyTokens(ValueError):  # noqa: N818  (what a text has)
-    """A text that has at least `at_least` tokens, which is more than was allowed; how many, nobody knows."""
+class TooManyTokens(ValueError):  # noqa: N818  (a property of the text)
+    """The text has at least `at_least` tokens, which is more than is allowed. The exact number is not known."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")
@@ -43,7 +43,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(special)
         self.control_tokens = tuple(token.content for token in special.values())
         self._added = {token_id: token.content for token_id, token in added.items()}
-        # A normalizer could turn other text into a control token: then no chat is encoded the short way.
+        # A normalizer could turn other text into a control token: then every chat needs the unforgeable tokenizer.
         self._normalizes_control_tokens = self._tokenizer.normalizer is not None and any(
             token.normalized for token in special.values()
         )
@@ -51,31 +51,36 @@ class Tokenizer:
         try:
             self._cut, self._least = find_cuts(described), LeastTokens(described)
             self._decoder_kinds = _kinds(described.get("decoder") or {})
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # the library takes lists for objects
-            raise ValueError(f"{self.path} cannot be used: it is not as tokenizers write it. {AGAIN}") from error
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            TypeError,
+        ) as error:  # the library accepts lists where objects belong
+            raise ValueError(f"{self.path} cannot be used: its parts have wrong types. {AGAIN}") from error
         self._around = self._find_around()
-        # Bytes follow one another, and nothing else is done to them: only a character that is cut has neighbours.
+        # The ByteLevel decoder only joins bytes: a token's text depends on other tokens only inside a character.
         self._texts: dict[int, str] | None = {} if self._decoder_kinds == {"ByteLevel"} else None
 
     def encode_steps(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> Steps[list[int]]:
-        """Return, in steps, the ids of a raw prompt: control tokens in it count, and the tokenizer's BOS is added once.
+        """Return, in steps, the ids of a raw prompt. Its control tokens count, and the tokenizer's BOS is added once.
 
-        Raises ValueError if `text` is not valid Unicode, TooManyTokens as soon as there are more than `max_tokens`.
-        That is not always known before the end: the result may have more as well.
+        Raises ValueError if `text` is not valid Unicode, and TooManyTokens as soon as it is known that there are more
+        than `max_tokens`. The result can have more than `max_tokens` too.
         """
         before, behind = self._around if add_special_tokens else ([], [])
         yield from self._check_least(text, max_tokens)
         token_ids = yield from self._encode(self._tokenizer, text, max_tokens)
         if len(before) == 1 and before[0] in self.special_token_ids and token_ids[:1] == before:
-            before = []  # the text began with it
+            before = []  # the text begins with it already
         return before + token_ids + behind
 
     def encode_chat_steps(self, chat: RenderedChat, *, max_tokens: int | None = None) -> Steps[list[int]]:
-        """Return, in steps, the ids of a chat: control tokens count where the template wrote them, nowhere else.
+        """Return, in steps, the ids of a chat. Control tokens count only where the template wrote them.
 
-        No BOS is added: the template writes it. Raises as `encode_steps` does.
+        No BOS is added, because the template writes it. Raises the errors of `encode_steps`.
         """
         yield from self._check_least(chat.shown, max_tokens)
         if chat.placeholders or self._normalizes_control_tokens:
@@ -93,7 +98,7 @@ class Tokenizer:
         return finished(self.encode_chat_steps(chat, max_tokens=max_tokens))
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `token_ids`; ids that the tokenizer does not have, have none."""
+        """Return the text of `token_ids`. Ids that the tokenizer does not know have no text."""
         # As with encoding, the library's ways for batches alone release the GIL.
         [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
@@ -112,7 +117,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token alone, as log probabilities name it; a part of a character is U+FFFD."""
+        """Return the text of one token alone, for log probabilities. A part of a character is U+FFFD."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -131,8 +136,8 @@ class Tokenizer:
         return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
 
     def _check_least(self, text: str, max_tokens: int | None) -> Generator[None, None, None]:
-        """Raise TooManyTokens for a text that can only have too many."""
-        if max_tokens is None or len(text) <= max(max_tokens, SLICE_CHARACTERS):  # soon encoded
+        """Raise TooManyTokens for a text that has too many tokens in any case."""
+        if max_tokens is None or len(text) <= max(max_tokens, SLICE_CHARACTERS):  # encoding it is quick
             return
         least = 0.0
         for start in range(0, len(text), SLICE_CHARACTERS):
@@ -142,7 +147,7 @@ class Tokenizer:
             yield
 
     def least_tokens(self, part: str) -> float:
-        """Return what a part of a text adds to the number of tokens that it has at least."""
+        """Return how much a part of a text adds to the text's least number of tokens."""
         return self._least.of(part)
 
     def _encode(
@@ -156,13 +161,13 @@ class Tokenizer:
             if max_tokens is not None and len(token_ids) > max_tokens:
                 raise TooManyTokens(len(token_ids))
             yield
-            # Not the start of a text: what is done there alone is done to the character before the cut.
+            # The tokenizer may treat a text's start differently: this then affects only the character before the cut.
             num_before = len(_encode(tokenizer, text[start - 1]))
             token_ids += _encode(tokenizer, _unicode(text, start - 1, end))[num_before:]
         return token_ids
 
     def _find_around(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer puts before and behind every text."""
+        """Return the ids that the tokenizer puts before and after every text."""
         plain = self._tokenizer.encode("a", add_special_tokens=False).ids
         token_ids = self._tokenizer.encode("a", add_special_tokens=True).ids
         place = next(i for i in range(len(token_ids) + 1) if token_ids[i : i + len(plain)] == plain)
@@ -174,18 +179,18 @@ class Tokenizer:
 
 
 class UnforgeableTokenizer:
-    """The same tokenizer with control tokens under names that nobody can guess: their usual names are plain text."""
+    """The same tokenizer with control tokens under secret names: their usual names are plain text."""
 
     def __init__(self, path: Path, control_tokens: tuple[str, ...]) -> None:
         nonce = secrets.token_hex(8)
         self._names = {token: f"<|{nonce}-{index}|>" for index, token in enumerate(control_tokens)}
         self._pattern = _any_of(control_tokens)
         content = msgspec.json.decode(_read(path))
-        # The ids stay: they are in the vocabulary, or follow it in the order of the added tokens.
+        # The ids do not change: they are in the vocabulary, or follow it in the order of the added tokens.
         self.tokenizer = _load(msgspec.json.encode(_renamed(content, self._names)), path)
 
     def renamed(self, chat: RenderedChat) -> str:
-        """Return the text of `chat` for this tokenizer: outside the placeholders control tokens count, inside not."""
+        """Return the text of `chat` for this tokenizer: control tokens count, except those behind placeholders."""
         return chat.with_placeholders(self._pattern.sub(lambda match: self._names[match[0]], chat.text))
 
 
@@ -199,28 +204,28 @@ def _read(path: Path) -> bytes:
 
 
 def _load(content: bytes, path: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer, without the truncation and padding of its training, which its file may still hold."""
+    """Return the tokenizer, without the truncation and padding that its file may still have from training."""
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        tokenizer.encode("a", add_special_tokens=True)  # what a file lacks may show only then
+        tokenizer.encode("a", add_special_tokens=True)  # some faults of a file show only when it is used
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # of errors nothing narrower is raised; a panic of Rust is no Exception
+    except BaseException as error:  # a panic of Rust is not an Exception, and the library raises nothing narrower
         raise ValueError(f"{path} cannot be used: {error}. {AGAIN}") from error
     return tokenizer
 
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Return the ids of `text`. Of the library's ways to encode, only those of batches release the GIL."""
+    """Return the ids of `text`. Of the library's encoding functions, only those for batches release the GIL."""
     [encoding] = tokenizer.encode_batch_fast([text], add_special_tokens=False)
     token_ids: list[int] = encoding.ids
     return token_ids
 
 
 def _renamed(content: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Return the tokenizer.json `content` with the tokens `names` renamed wherever their text would be looked up."""
+    """Return the tokenizer.json `content` with the tokens in `names` renamed wherever their text is looked up."""
     for token in content.get("added_tokens", ()):
         token["content"] = names.get(token["content"], token["content"])
     model = content["model"]
@@ -238,12 +243,12 @@ def _renamed(content: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
 
 
 def _any_of(texts: tuple[str, ...]) -> re.Pattern[str]:
-    """Return a pattern that finds the longest of `texts` at each place; without any, one that finds nothing."""
+    """Return a pattern that finds the longest of `texts` at each place; for no texts it finds nothing."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)")
 
 
 def _unicode(text: str, start: int, end: int) -> str:
-    """Return a part of `text`. Raises ValueError if it has half of a surrogate pair, which is no character."""
+    """Return a part of `text`. Raises ValueError if it has half of a surrogate pair."""
     part = text[start:end]
     try:
         part.encode()
@@ -253,5 +258,5 @@ def _unicode(text: str, start: int, end: int) -> str:
 
 
 def _kinds(decoder: dict[str, Any]) -> set[str]:
-    """Return the type names in a decoder's description, those inside sequences included."""
+    """Return the type names in a decoder's description, also those inside sequences."""
     return {str(decoder.get("type"))}.union(*(_kinds(part) for part in decoder.get("decoders", ())))

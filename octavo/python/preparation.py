@@ -12,7 +12,7 @@ from typing import Any, SupportsIndex, TypedDict, cast
 import msgspec
 
 from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
-from octavo.gateway.asking.model import Model
+from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.prepare import prepare
 from octavo.gateway.link.engine import GenerationRequest
 from octavo.gateway.openai.answers import asked_sampling
@@ -54,7 +54,7 @@ class Preparation:
 
     def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
         seeds = random.SystemRandom() if seed is None else random.Random(seed)
-        self._model = Model(files, ready, lambda: seeds.getrandbits(64))
+        self._model = ServedModel(files, ready, lambda: seeds.getrandbits(64))
         self._numbers = itertools.count()
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:

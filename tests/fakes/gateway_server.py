@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import openai
 
-from octavo.gateway.__main__ import Server, uvicorn_config
+from octavo.gateway.__main__ import DrainingServer, uvicorn_config
 from octavo.gateway.http.app import create_app
 from octavo.gateway.http.body_limits import BodyTimes
 from octavo.gateway.http.http_protocol import BoundedHttpProtocol
@@ -31,7 +31,7 @@ class Served:
     scheduler: FakeScheduler
     http: httpx.AsyncClient
     openai: openai.AsyncOpenAI
-    server: Server
+    server: DrainingServer
 
     @property
     def address(self) -> tuple[str, int]:
@@ -107,7 +107,7 @@ async def serving(
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             server_config = uvicorn_config(app, config)
             server_config.http = http
-            server = Server(server_config)
+            server = DrainingServer(server_config)
             task = asyncio.create_task(server.serve(sockets=[listener]))
             try:
                 async with (

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from octavo.gateway.asking.choices import Choices, TokenCounts
+from octavo.gateway.asking.choices import Choices, UsedTokens
 from octavo.gateway.asking.events import Content, NewSplitter, Part, PlainText
 from octavo.gateway.link.client import SchedulerClient
-from octavo.gateway.link.engine import Engine, GenerationRequest, Prompt
+from octavo.gateway.link.engine import EncodedPrompt, Engine, GenerationRequest
 from octavo.gateway.measuring.metrics import Metrics, observers
 from octavo.gateway.text.delta import Delta, Whole
 from octavo.gateway.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ async def connected(server: SchedulerThread, tokenizer: Tokenizer) -> AsyncItera
 
 
 def body(name: str, prompt: list[int], n: int, max_tokens: int) -> list[GenerationRequest]:
-    shared = Prompt.of(name, prompt)
+    shared = EncodedPrompt.of(name, prompt)
     return [GenerationRequest(f"{name}-{i}", shared, Sampling(max_tokens, seed=i)) for i in range(n)]
 
 
@@ -111,7 +111,7 @@ async def test_an_answer_says_what_the_splitter_made_of_its_text(tokenizer: Toke
             for answer in await choices.collect():
                 assert answer.whole.text
                 assert answer.content == answer.whole.text.upper()
-            assert choices.counts() == TokenCounts(prompt=3, cached=0, completion=16)
+            assert choices.used_tokens() == UsedTokens(prompt=3, cached=0, completion=16)
 
 
 async def test_a_long_prompt_of_many_choices_keeps_its_gateway(tokenizer: Tokenizer, directory: Path) -> None:

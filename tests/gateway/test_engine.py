@@ -10,11 +10,11 @@ import pytest
 from octavo.gateway.link.client import SchedulerClient
 from octavo.gateway.link.engine import (
     Delta,
+    EncodedPrompt,
     Engine,
     Generation,
     GenerationRequest,
     Overloaded,
-    Prompt,
     Refused,
     Unavailable,
 )
@@ -62,7 +62,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def request(name: str = "r", *, num_tokens: int = 20, seed: int = 1, stop: tuple[str, ...] = ()) -> GenerationRequest:
-    return GenerationRequest(name, Prompt.of(name, [5, 6, 7]), Sampling(max_tokens=num_tokens, seed=seed), stop)
+    return GenerationRequest(name, EncodedPrompt.of(name, [5, 6, 7]), Sampling(max_tokens=num_tokens, seed=seed), stop)
 
 
 def expected(num_tokens: int = 20, seed: int = 1) -> list[int]:
@@ -331,7 +331,7 @@ async def test_logprobs_and_cached_tokens_arrive(tokenizer: Tokenizer, address: 
     scheduler.num_cached_tokens = 2
     sampling = Sampling(max_tokens=20, seed=1, num_logprobs=2, num_prompt_logprobs=1)
     async with connected(tokenizer, scheduler) as engine:
-        deltas = await rest(await engine.start(GenerationRequest("r", Prompt.of("r", [5, 6, 7]), sampling)))
+        deltas = await rest(await engine.start(GenerationRequest("r", EncodedPrompt.of("r", [5, 6, 7]), sampling)))
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs or []]
     assert [logprob.token_id for logprob in logprobs] == expected()
     assert {len(logprob.top) for logprob in logprobs} == {2}

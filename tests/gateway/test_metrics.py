@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from octavo.gateway.measuring.metrics import Arrival, Metrics, Observation, watch_loop
+from octavo.gateway.measuring.metrics import ArrivalTime, Metrics, Observation, watch_loop
 from octavo.gateway.text.delta import Delta
 from octavo.protocol.measures import RecentMaximum
 
@@ -12,7 +12,8 @@ MODEL = "tiny"
 
 def test_one_generation_is_timed_as_its_client_sees_it() -> None:
     metrics, now_s = Metrics(MODEL), 10.0
-    observation = Observation(metrics, Arrival(metrics, 8.0), num_prompt_tokens=3, max_tokens=9, clock=lambda: now_s)
+    arrival = ArrivalTime(metrics, 8.0)
+    observation = Observation(metrics, arrival, num_prompt_tokens=3, max_tokens=9, clock=lambda: now_s)
     observation.see(Delta("a", [1, 2]))
     now_s = 13.0
     observation.see(Delta("", []))
@@ -31,7 +32,7 @@ def test_one_generation_is_timed_as_its_client_sees_it() -> None:
 def test_what_ends_early_has_no_latency_of_its_whole() -> None:
     for reason in ("abort", "error"):
         metrics = Metrics(MODEL)
-        observation = Observation(metrics, Arrival(metrics, 0.0), num_prompt_tokens=3, max_tokens=9)
+        observation = Observation(metrics, ArrivalTime(metrics, 0.0), num_prompt_tokens=3, max_tokens=9)
         observation.see(Delta("a", [1]))
         observation.see(Delta("b", [2]))
         observation.end(reason)

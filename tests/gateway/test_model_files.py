@@ -48,9 +48,8 @@ def test_a_model_without_any_end_is_warned_of(directory: Path, caplog: pytest.Lo
     write(directory / "tokenizer_config.json", {})
     assert read(directory).eos_token_ids == ()
     [said] = caplog.messages
-    assert (
-        f"{directory} names no token that ends an answer: it goes on to max_tokens or a stop; generation_conf" in said
-    )
+    assert f"{directory} names no token that ends an answer: answers go on to max_tokens or a stop" in said
+    assert "set eos_token_id in generation_config.json" in said
 
 
 def test_an_end_of_turn_that_is_no_end_is_named(directory: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from octavo.gateway.reader import Jobs
-from octavo.gateway.reading.messages import Answer, Cancel, Done, Piece, Read, Wrong, decode_order, framed
+from octavo.gateway.reading.messages import Cancel, Done, Piece, Read, Reply, Wrong, decode_order, framed
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.messages import Ready
 
@@ -19,7 +19,7 @@ class Driver:
 
     def __init__(self, work: Callable[[], None] = lambda: None, **limits_s: float) -> None:
         self._work = work
-        self.answers: list[Answer] = []
+        self.answers: list[Reply] = []
         self.turns: list[int] = []
         self.jobs = Jobs(self._steps, self.answers.append, **limits_s)
 
