@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.cases import Sizes
-from octavo.executor.models import LoadedModel, load_model, read_model_config
+from octavo.executor.models import LoadedModel, LoadPlan, load_model, read_model_config
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.start.warm_up import capture_graphs
 from octavo.executor.step.launched import Launched
@@ -190,12 +190,14 @@ def _load(
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps(config))
         return load_model(
-            *(directory, read_model_config(directory), dtype),
-            max_model_len=max_model_len,
-            load_format="dummy",
-            backend=backend,
-            device=device,
-            progress=False,
+            LoadPlan(
+                *(directory, read_model_config(directory), dtype),
+                max_model_len=max_model_len,
+                load_format="dummy",
+                backend=backend,
+                device=device,
+                progress=False,
+            )
         )
 
 

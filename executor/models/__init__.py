@@ -1,13 +1,11 @@
 """Models: `load_model` returns what the runner runs, of one of two tiers.
 
-The architectures of `executor.models.config` have their own forward pass here; every other decoder runs through
-transformers' modelling code (`executor.models.borrowed`), which is imported only then.
+The architectures of `executor.models.config` have their own forward pass here. Every other decoder runs through
+transformers' modelling code (`executor.models.borrowed`), which is imported only when it is needed.
 """
 
-import functools
+from functools import partial
 from pathlib import Path
-
-import torch
 
 from octavo.executor.checkpoints.checkpoint import Checkpoint
 from octavo.executor.checkpoints.gguf import GGUFWeights
@@ -15,16 +13,16 @@ from octavo.executor.models.compiled import compile_decoder
 from octavo.executor.models.config import ARCHITECTURES, ModelConfig, read_architecture, read_native_config
 from octavo.executor.models.decoder import Decoder
 from octavo.executor.models.interface import LoadedModel, Model, ModelDescription
+from octavo.executor.models.plan import LoadPlan
 from octavo.executor.models.renaming import renamed
 from octavo.executor.models.rotary import rotary_table
 from octavo.executor.models.split import check_size
 from octavo.executor.models.weights import DummyWeights, agreed_ties, load_weights
-from octavo.executor.parallel import ALONE, TensorParallel
-from octavo.executor.quantization import Quantization, choose_rounding
-from octavo.kernels.backend import Backend
+from octavo.executor.parallel import TensorParallel
 
 __all__ = [
     "Decoder",
+    "LoadPlan",
     "LoadedModel",
     "Model",
     "ModelConfig",
@@ -35,14 +33,12 @@ __all__ = [
     "read_model_config",
 ]
 
-CPU = torch.device("cpu")
-
 
 def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> ModelDescription:
-    """Return what is to be known of a checkpoint directory before its weights are read.
+    """Return what is known of a checkpoint directory before its weights are read.
 
-    Python code of the directory runs only with `trust_remote_code`. Raises ValueError, with the reason, for what cannot
-    be served.
+    Python code of the directory runs only with `trust_remote_code`. Raises ValueError, with the reason, for a
+    checkpoint that cannot be served.
     """
     architecture = read_architecture(directory)
     if architecture in ARCHITECTURES:
@@ -52,73 +48,41 @@ def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Mo
     return read_borrowed_config(directory, architecture, trust_remote_code=trust_remote_code)
 
 
-def load_model(
-    directory: Path,
-    config: ModelDescription,
-    dtype: torch.dtype,
-    *,
-    max_model_len: int,
-    load_format: str = "auto",
-    quantization: str = "auto",
-    seed: int = 0,
-    backend: Backend,
-    parallel: TensorParallel = ALONE,
-    device: torch.device = CPU,
-    progress: bool | None = None,
-) -> LoadedModel:
-    """Return the model of a checkpoint directory, its weights in `dtype` on `device`, ready to run.
+def load_model(plan: LoadPlan) -> LoadedModel:
+    """Return the model of a checkpoint directory, its weights on the device, ready to run.
 
-    Positions reach to `max_model_len`, and so do the rotary frequencies that depend on it. `load_format` "auto" reads
-    the directory's safetensors or GGUF file, "dummy" takes random weights of `seed` and reads nothing. Quantized
-    weights stay so (fp8 ones excepted); `quantization` "int8" or "int4" rounds plain ones, and another name is what the
-    checkpoint has to be. Dummy weights of a quantized checkpoint are rounded to its bits. `progress` shows a bar on
-    stderr (None: if it is a terminal). Raises ValueError if the checkpoint lacks a tensor, has one left over, or cannot
-    be read; it names the tensor and the file.
+    Raises ValueError if the checkpoint lacks a tensor, has one left over, or cannot be read; the message names the
+    tensor and the file.
     """
-    rounded_bits = choose_rounding(quantization, config.quantization)
-    if load_format == "dummy":
-        rounded_bits = rounded_bits or dummy_bits(config.quantization)
-    if not isinstance(config, ModelConfig):
-        from octavo.executor.models.borrowed import BorrowedConfig, load_borrowed
+    if isinstance(plan.config, ModelConfig):
+        return _load_native(plan, plan.config)
+    from octavo.executor.models.borrowed import BorrowedConfig, load_borrowed
 
-        assert isinstance(config, BorrowedConfig)
-        check_size(config, parallel.world_size)
-        return load_borrowed(
-            directory,
-            config,
-            dtype,
-            max_model_len=max_model_len,
-            load_format=load_format,
-            rounded_bits=rounded_bits,
-            seed=seed,
-            backend=backend,
-            device=device,
-            progress=progress,
-        )
-    cos_sin_PR = rotary_table(config.rope, config.rotary_dim, max_model_len).to(device)
-    model = Decoder(config, cos_sin_PR, backend, parallel)
-    load = functools.partial(load_weights, model, dtype=dtype, device=device, progress=progress)
-    if load_format == "dummy":
-        load(DummyWeights(seed), tied=model.tied, rounded_bits=rounded_bits)
-    elif config.quantization is not None and config.quantization.method == "gguf":
-        load(GGUFWeights(directory), tied=model.tied)
-    else:
-        with Checkpoint(directory, config.quantization) as checkpoint:
-            source = renamed(checkpoint, config)
-            load(source, tied=agreed_ties(model.tied, source), rounded_bits=rounded_bits)
-    return model
+    assert isinstance(plan.config, BorrowedConfig)
+    bits = plan.rounded_bits  # a wrong setting is refused before a size that cannot be
+    check_size(plan.config, plan.parallel.world_size)
+    return load_borrowed(plan, plan.config, rounded_bits=bits)
 
 
 def compile_model(model: LoadedModel) -> bool:
-    """Let a program of the backend compute the model's layers, where there is one. Return whether there is."""
+    """Let a program of the backend compute the model's layers, if there is one. Return whether there is one."""
     if not isinstance(model, Decoder):
         return False
     model.compiled = compile_decoder(model)
     return model.compiled is not None
 
 
-def dummy_bits(quantization: Quantization | None) -> int | None:
-    """Return the bits that stand for a quantized checkpoint's own: of GGUF's types, those of the usual ones."""
-    if quantization is None:
-        return None
-    return 4 if quantization.method == "gguf" else quantization.bits
+def _load_native(plan: LoadPlan, config: ModelConfig) -> Decoder:
+    rounded_bits = plan.rounded_bits
+    cos_sin_PR = rotary_table(config.rope, config.rotary_dim, plan.max_model_len).to(plan.device)
+    model = Decoder(config, cos_sin_PR, plan.backend, plan.parallel)
+    load = partial(load_weights, model, dtype=plan.dtype, device=plan.device, progress=plan.progress)
+    if plan.load_format == "dummy":
+        load(DummyWeights(plan.seed), tied=model.tied, rounded_bits=rounded_bits)
+    elif config.quantization is not None and config.quantization.method == "gguf":
+        load(GGUFWeights(plan.directory), tied=model.tied)
+    else:
+        with Checkpoint(plan.directory, config.quantization) as checkpoint:
+            source = renamed(checkpoint, config)
+            load(source, tied=agreed_ties(model.tied, source), rounded_bits=rounded_bits)
+    return model

@@ -19,6 +19,7 @@ from octavo.executor.dtypes import choose_dtype, choose_kv_dtype, kv_dtype_of
 from octavo.executor.machine.memory import usable_bytes
 from octavo.executor.models import ModelConfig, TensorParallel, read_model_config
 from octavo.executor.models.split import check_size
+from octavo.executor.start.decisions import choose_max_model_len
 from octavo.executor.start.footprint import (
     Footprint,
     borrowed_footprint,
@@ -29,7 +30,6 @@ from octavo.executor.start.footprint import (
 from octavo.executor.start.group import num_local_ranks, own_device
 from octavo.executor.start.pool import CPU_SHARE
 from octavo.executor.start.settings import FIELDS
-from octavo.executor.start.startup import choose_max_model_len
 from octavo.protocol.config import Config
 from octavo.protocol.process import start_process
 

@@ -4,41 +4,30 @@ import hashlib
 import zipfile
 from pathlib import Path
 
-import torch
-
 from octavo.executor.checkpoints.checkpoint import checkpoint_files
-from octavo.executor.models import ModelDescription
+from octavo.executor.models import LoadPlan, ModelDescription
 from octavo.executor.quantization import choose_rounding
 from octavo.protocol.model_files.gguf_index import GGUF_INDEX
 
 HEADER_LENGTH_BYTES = 8
 
 
-def model_fingerprint(
-    directory: Path,
-    config: ModelDescription,
-    dtype: torch.dtype,
-    *,
-    max_model_len: int,
-    load_format: str,
-    quantization: str = "auto",
-    kv_cache_dtype: str = "auto",
-    seed: int = 0,
-) -> str:
-    """Return the sha256, in hex, of what decides a model's logits, without reading the weights themselves.
+def model_fingerprint(plan: LoadPlan, kv_cache_dtype: str = "auto") -> str:
+    """Return the sha256, in hex, of everything that decides a model's logits, without reading the weights themselves.
 
-    These are config.json, the name, size and header of each file of weights (or a GGUF file's index, which has them;
-    or the seed of dummy weights), the dtypes, to what plain weights are rounded, and the rotary frequencies, which may
-    depend on `max_model_len`. Weights that were changed in place under the same header are not noticed. Raises
+    It covers config.json; the name, size and header of each file of weights (a GGUF file's index has them; dummy
+    weights have a seed instead); the dtypes; to how many bits plain weights are rounded; and the rotary frequencies,
+    which may depend on `max_model_len`. Weights that were changed in place under the same header go unnoticed. Raises
     ValueError if a file is missing or damaged.
     """
     digest = hashlib.sha256()
-    rounded_bits = choose_rounding(quantization, config.quantization)
+    rounded_bits = choose_rounding(plan.quantization, plan.config.quantization)
+    is_dummy = plan.load_format == "dummy"
     parts = [
-        (directory / "config.json").read_bytes(),
-        f"{dtype} {kv_cache_dtype} {rounded_bits}".encode(),
-        config.frequencies(max_model_len).encode(),
-        *([f"dummy {seed}".encode()] if load_format == "dummy" else _describe_weights(directory, config)),
+        (plan.directory / "config.json").read_bytes(),
+        f"{plan.dtype} {kv_cache_dtype} {rounded_bits}".encode(),
+        plan.config.frequencies(plan.max_model_len).encode(),
+        *([f"dummy {plan.seed}".encode()] if is_dummy else _describe_weights(plan.directory, plan.config)),
     ]
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)

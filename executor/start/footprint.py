@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from octavo.executor.checkpoints.gguf import read_index
-from octavo.executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel, dummy_bits
+from octavo.executor.models import Decoder, ModelConfig, ModelDescription, TensorParallel
 from octavo.executor.models.kv_caches import KVShape
 from octavo.executor.models.layers import LMHead, VocabParallelEmbedding, WeightModule
+from octavo.executor.models.plan import rounded_bits
 from octavo.executor.models.weights import source_names
 from octavo.executor.parallel import ALONE
-from octavo.executor.quantization import choose_rounding
 from octavo.executor.quantization.groups import whole_groups
 from octavo.executor.quantization.held import HeldForm, gguf_form, packed_form, rounded_form
 from octavo.executor.shards import Shard
@@ -73,11 +73,9 @@ PLAIN = WeightForms("plain", lambda weight: None)
 def choose_forms(directory: Path, model: ModelDescription, config: Config) -> WeightForms:
     """Return in what forms `load_model` would hold the weights. Raises ValueError where it would refuse to."""
     found = model.quantization
-    rounded_bits = choose_rounding(config.quantization, found)
-    if config.load_format == "dummy":
-        rounded_bits = rounded_bits or dummy_bits(found)
-    if rounded_bits is not None:
-        return _projections(f"rounded to int{rounded_bits}", lambda size: rounded_form(rounded_bits, size))
+    bits = rounded_bits(config.load_format, config.quantization, found)
+    if bits is not None:
+        return _projections(f"rounded to int{bits}", lambda size: rounded_form(bits, size))
     if found is None or config.load_format == "dummy":
         return PLAIN
     if found.method == "gguf":

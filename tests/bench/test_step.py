@@ -22,7 +22,7 @@ from octavo.bench.step.model_work import model_work, product_names
 from octavo.bench.step.results import Result
 from octavo.bench.step.steps import Case, why_not
 from octavo.bench.step.timed import PART_OF, Stopwatch, TimedBackend
-from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, load_model, read_model_config
 from octavo.executor.models.compiled import compile_decoder
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.step.runner import ModelRunner
@@ -119,7 +119,7 @@ def test_a_timed_backend_has_all_functions_and_returns_what_they_return() -> Non
 def test_the_work_of_a_model_is_what_its_layers_hold(tmp_path: Path, architecture: str) -> None:
     make_checkpoint(tmp_path, architecture)
     config = read_model_config(tmp_path)
-    model = load_model(tmp_path, config, torch.float32, max_model_len=64, backend=cpu, progress=False)
+    model = load_model(LoadPlan(tmp_path, config, torch.float32, max_model_len=64, backend=cpu, progress=False))
     work = model_work(model, torch.float32, torch.bfloat16)
     assert len(work.attention) == model.num_layers
     assert work.kv_itemsize == 2
@@ -159,7 +159,7 @@ def test_the_same_tokens_come_out_while_a_step_is_taken_apart(tmp_path: Path, is
     make_checkpoint(tmp_path)
     config = read_model_config(tmp_path)
     given = {"backend": cpu, "quantization": "int4" if is_compiled else "auto", "progress": False}
-    model = load_model(tmp_path, config, torch.float32, max_model_len=64, **given)
+    model = load_model(LoadPlan(tmp_path, config, torch.float32, max_model_len=64, **given))
     assert isinstance(model, Decoder)
     layers = model.compiled = compile_decoder(model)
     assert (layers is not None) == is_compiled

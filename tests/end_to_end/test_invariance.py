@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from octavo.protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
@@ -56,7 +56,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     target = tmp_path_factory.mktemp("tiny")
     directory: Path = make_checkpoint(target, "Qwen3ForCausalLM", dtype=dtype, num_hidden_layers=2)
     options = {"max_model_len": 256, "quantization": quantization, "progress": False}
-    return load_model(directory, read_model_config(directory), dtype, backend=cpu, **options), dtype
+    return load_model(LoadPlan(directory, read_model_config(directory), dtype, backend=cpu, **options)), dtype
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from octavo.protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
@@ -19,7 +19,9 @@ BLOCK_SIZE = 16
 def engine(tmp_path_factory: pytest.TempPathFactory) -> SchedulerWithRunner:
     directory: Path = make_checkpoint(tmp_path_factory.mktemp("tiny"), max_position_embeddings=1024)
     decoder = load_model(
-        directory, read_model_config(directory), torch.float32, max_model_len=1024, backend=cpu, progress=False
+        LoadPlan(
+            directory, read_model_config(directory), torch.float32, max_model_len=1024, backend=cpu, progress=False
+        )
     )
     return SchedulerWithRunner(decoder, torch.float32, max_model_len=1024, block_size=BLOCK_SIZE)
 

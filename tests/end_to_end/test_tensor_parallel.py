@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from tests.fakes.octavo_server import DEMO, Server, Stream, running_server
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
@@ -48,7 +48,7 @@ def server(demo_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> It
 def texts_of_one(directory: Path) -> list[str]:
     """Return what the undivided model goes on with, greedily and clearly."""
     config = read_model_config(directory)
-    model = load_model(directory, config, torch.float32, max_model_len=64, backend=cpu, progress=False)
+    model = load_model(LoadPlan(directory, config, torch.float32, max_model_len=64, backend=cpu, progress=False))
     tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     outputs = greedy_tokens(model, prompts, [NUM_TOKENS] * len(prompts), chunk_size=64)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.models import LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.start.dry_run import (
     Machine,
     Plan,
@@ -74,7 +74,7 @@ def held_bytes(directory: Path, **options: Any) -> int:
     """Return what a loaded model holds in float32, biases of products excepted."""
     config = read_model_config(directory)
     options = {"max_model_len": 8, "backend": reference, "progress": False} | options
-    model = load_model(directory, config, torch.float32, **options)
+    model = load_model(LoadPlan(directory, config, torch.float32, **options))
     products = {id(packed): packed.nbytes for packed in model.products}  # a tied one once
     return sum(parameter.nbytes for parameter in model.parameters()) + sum(products.values())
 

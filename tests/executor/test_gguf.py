@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from octavo.executor.checkpoints.gguf import GGUFWeights, read_index
-from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.models.layers import packed_weights
 from octavo.executor.shards import Shard
 from octavo.executor.start.fingerprint import model_fingerprint
@@ -65,7 +65,7 @@ def dequantized(path: Path) -> Path:
 
 def load(directory: Path, **options: Any) -> Decoder:
     options = {"dtype": torch.float32, "max_model_len": 64, "backend": cpu, "progress": False} | options
-    return load_model(directory, read_model_config(directory), **options)
+    return load_model(LoadPlan(directory, read_model_config(directory), **options))
 
 
 def logits(model: Decoder) -> Tensor:
@@ -146,7 +146,9 @@ def test_the_fingerprint_is_the_files(tmp_path: Path) -> None:
     def fingerprint(name: str, kinds: str) -> str:
         directory = linked(write_gguf(tmp_path / name, tiny_model("llama"), kinds=kinds))
         config = read_model_config(directory)
-        return model_fingerprint(directory, config, torch.float32, max_model_len=32, load_format="auto")
+        return model_fingerprint(
+            LoadPlan(directory, config, torch.float32, max_model_len=32, load_format="auto", backend=cpu)
+        )
 
     assert fingerprint("one.gguf", "Q8_0") == fingerprint("copy.gguf", "Q8_0") != fingerprint("other.gguf", "Q4_0")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.start.warm_up import capture_graphs
 from octavo.executor.step.graphs import DecodeGraphs, at_least, batch_sizes, table_widths
@@ -42,7 +42,7 @@ def test_a_step_takes_the_least_that_it_fits_into():
 def decoder(tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("tiny"))
     config = read_model_config(directory)
-    return load_model(directory, config, torch.float32, max_model_len=256, backend=cpu, progress=False)
+    return load_model(LoadPlan(directory, config, torch.float32, max_model_len=256, backend=cpu, progress=False))
 
 
 def make_decoder_runner(decoder, device=None):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
@@ -29,7 +29,9 @@ SAMPLING = {
 def model(request, tmp_path_factory):
     directory = make_checkpoint(tmp_path_factory.mktemp("tiny"), dtype=request.param, hidden_size=96)
     config = read_model_config(directory)
-    return load_model(directory, config, request.param, max_model_len=256, backend=cpu, progress=False), request.param
+    return load_model(
+        LoadPlan(directory, config, request.param, max_model_len=256, backend=cpu, progress=False)
+    ), request.param
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from octavo.protocol.messages import NeedInit
 from tests.fakes.cache_model import CacheModel, make_runner
@@ -116,7 +116,7 @@ def test_behind_a_scheduler_that_preempts_tokens_are_those_of_a_cpu(tmp_path):
     """Its steps end sequences, cut prompts, share prefixes and come back to what lost its blocks."""
     directory = make_checkpoint(tmp_path)
     config = read_model_config(directory)
-    decoder = load_model(directory, config, torch.float32, max_model_len=256, backend=cpu, progress=False)
+    decoder = load_model(LoadPlan(directory, config, torch.float32, max_model_len=256, backend=cpu, progress=False))
     prefix = [(3 * i * i + 7) % 317 for i in range(9)]
     fields = [{"temperature": 0.0, "num_logprobs": 1}, {"temperature": 0.9}, {"frequency_penalty": 0.7}]
     requests = [

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.paged_decoding import PagedDecoding, assert_greedy, greedy_tokens
@@ -75,7 +75,7 @@ def load_reference(directory: Path) -> transformers.PreTrainedModel:
 
 def load_native(directory: Path, dtype: torch.dtype = torch.float32, max_model_len: int = MAX_MODEL_LEN) -> Decoder:
     config = read_model_config(directory)
-    return load_model(directory, config, dtype, max_model_len=max_model_len, backend=cpu, progress=False)
+    return load_model(LoadPlan(directory, config, dtype, max_model_len=max_model_len, backend=cpu, progress=False))
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:

@@ -10,8 +10,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.executor.models import read_model_config
+from octavo.executor.models import LoadPlan, read_model_config
 from octavo.executor.start.fingerprint import model_fingerprint
+from octavo.kernels import cpu
 from octavo.protocol.sampling import Sampling
 from tests.fakes.borrowed_checkpoints import CASES, MAX_MODEL_LEN, Case, load, random_prompts, write
 from tests.fakes.lazy_device import NoLooks
@@ -57,7 +58,9 @@ def test_frequencies_are_those_of_max_model_len(max_model_len: int, tmp_path: Pa
     assert_greedy(reference_logits(directory, longest)[0, 19:23], output)
     config = read_model_config(directory)
     fingerprints = {
-        model_fingerprint(directory, config, torch.float32, max_model_len=length, load_format="auto")
+        model_fingerprint(
+            LoadPlan(directory, config, torch.float32, max_model_len=length, load_format="auto", backend=cpu)
+        )
         for length in (24, 32, 33, 56)
     }
     assert len(fingerprints) == 2

@@ -12,7 +12,7 @@ import transformers.dynamic_module_utils
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.models import LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.quantization import round_weight
 from octavo.executor.start.startup import start_executor
 from octavo.kernels import cpu, reference
@@ -250,7 +250,7 @@ def test_code_of_a_checkpoint_runs_if_it_may(remote: Path) -> None:
     with pytest.raises(ValueError, match=r"OwnForCausalLM is not supported: .* --trust-remote-code is not set"):
         read_model_config(remote)
     config = read_model_config(remote, trust_remote_code=True)
-    model = load_model(remote, config, torch.float32, max_model_len=40, backend=cpu, progress=False)
+    model = load_model(LoadPlan(remote, config, torch.float32, max_model_len=40, backend=cpu, progress=False))
     assert greedy_tokens(model, prompts, [9], chunk_size=8) == expected
 
 
@@ -264,4 +264,4 @@ def test_code_that_mixes_tokens_elsewhere_than_in_attention_is_refused(remote: P
     choose_remote_class(remote, "LeakyForCausalLM")
     config = read_model_config(remote, trust_remote_code=True)
     with pytest.raises(ValueError, match=r"LeakyForCausalLM is not supported: .* its logits deviate by"):
-        load_model(remote, config, torch.float32, max_model_len=40, backend=cpu, progress=False)
+        load_model(LoadPlan(remote, config, torch.float32, max_model_len=40, backend=cpu, progress=False))

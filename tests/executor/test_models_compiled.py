@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.bench.step.floor import ATTENTION, KV_STORE, NORMS
-from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, load_model, read_model_config
 from octavo.executor.models.compiled import Written, compile_decoder
 from octavo.executor.models.config import ModelConfig
 from octavo.executor.quantization import round_weight
@@ -40,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def load(config: ModelConfig, dtype: torch.dtype, quantization: str = "int4", **others: Any) -> Decoder:
     given = {"backend": cpu, "load_format": "dummy", "quantization": quantization, **others}
-    model = load_model(Path(), config, dtype, max_model_len=MAX_MODEL_LEN, **given)
+    model = load_model(LoadPlan(Path(), config, dtype, max_model_len=MAX_MODEL_LEN, **given))
     assert isinstance(model, Decoder)
     return model
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from octavo.executor.models import Decoder, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, load_model, read_model_config
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
@@ -51,7 +51,9 @@ def reference(demo_directory: Path) -> transformers.PreTrainedModel:
 def native(demo_directory: Path) -> dict[torch.dtype, Decoder]:
     config = read_model_config(demo_directory)
     return {
-        dtype: load_model(demo_directory, config, dtype, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False)
+        dtype: load_model(
+            LoadPlan(demo_directory, config, dtype, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False)
+        )
         for dtype in (torch.float32, torch.bfloat16)
     }
 
@@ -91,7 +93,15 @@ def test_the_published_4_bit_weights_give_the_tokens_of_their_bf16_conversion(de
     directory = resolve_model(None).directory
     config = read_model_config(directory)
     model = load_model(
-        directory, config, torch.float32, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False, quantization="gguf"
+        LoadPlan(
+            directory,
+            config,
+            torch.float32,
+            max_model_len=MAX_MODEL_LEN,
+            backend=cpu,
+            progress=False,
+            quantization="gguf",
+        )
     )
     prompts = encode(directory, ("1, 2, 3, 4, 5, 6,", "The largest planet in our solar system is"))
     outputs = greedy_tokens(model, prompts, [4, 4], chunk_size=32, block_size=16)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.executor.checkpoints.checkpoint import Checkpoint
-from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.models.config import ARCHITECTURES
 from octavo.executor.models.layers import Shard
 from octavo.executor.models.renaming import renamed
@@ -51,7 +51,9 @@ CASES = {
 
 def load(directory: Path) -> Decoder:
     config = read_model_config(directory)
-    return load_model(directory, config, torch.float32, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False)
+    return load_model(
+        LoadPlan(directory, config, torch.float32, max_model_len=MAX_MODEL_LEN, backend=cpu, progress=False)
+    )
 
 
 @torch.inference_mode()

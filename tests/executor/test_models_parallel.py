@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.models import LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.kernels import cpu
 from octavo.models.convert import link_gguf
 from tests.fakes.checkpoints import make_checkpoint
@@ -58,7 +58,7 @@ class LockstepRank(TensorParallel):
 def logits_of(directory: Path, parallel: TensorParallel, **options: Any) -> Tensor:
     config = read_model_config(directory)
     options = {"max_model_len": 64, "backend": cpu, "progress": False} | options
-    model = load_model(directory, config, torch.float32, parallel=parallel, **options)
+    model = load_model(LoadPlan(directory, config, torch.float32, parallel=parallel, **options))
     return PagedDecoding(model, 16, 4, torch.float32).step({0: TOKEN_IDS[:5], 1: TOKEN_IDS})
 
 

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.models import ModelDescription, load_model, read_model_config
+from octavo.executor.models import LoadPlan, ModelDescription, load_model, read_model_config
 from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 from tests.fakes.older_checkpoints import make_older
@@ -33,7 +33,7 @@ def rewrite(directory: Path, change: Callable[[dict[str, Tensor]], object]) -> P
 
 def logits(directory: Path) -> Tensor:
     options = {"max_model_len": 64, "backend": cpu, "progress": False}
-    model = load_model(directory, read_model_config(directory), torch.float32, **options)
+    model = load_model(LoadPlan(directory, read_model_config(directory), torch.float32, **options))
     return PagedDecoding(model, 16, 4, torch.float32).score(TOKEN_IDS)
 
 

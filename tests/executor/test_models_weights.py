@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.executor.checkpoints.checkpoint import Checkpoint
-from octavo.executor.models import TensorParallel, load_model, read_model_config
+from octavo.executor.models import LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.models.decoder import Decoder
 from octavo.executor.models.rotary import rotary_table
 from octavo.executor.models.weights import load_weights
@@ -26,7 +26,7 @@ LAYER = "model.layers.0.self_attn"
 
 def load(directory: Path, **options: object) -> Decoder:
     options = {"max_model_len": 32, "progress": False} | options
-    return load_model(directory, read_model_config(directory), torch.float32, backend=cpu, **options)
+    return load_model(LoadPlan(directory, read_model_config(directory), torch.float32, backend=cpu, **options))
 
 
 def logits(model: Decoder) -> Tensor:
@@ -195,8 +195,10 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path, key: str, value: int
 
 
 def fingerprint(directory: Path, dtype: torch.dtype = torch.float32, max_model_len: int = 32, **options: object) -> str:
-    options = {"load_format": "auto"} | options
-    return model_fingerprint(directory, read_model_config(directory), dtype, max_model_len=max_model_len, **options)
+    options = {"load_format": "auto", "backend": cpu} | options
+    return model_fingerprint(
+        LoadPlan(directory, read_model_config(directory), dtype, max_model_len=max_model_len, **options)
+    )
 
 
 def test_the_fingerprint_names_what_is_computed(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from octavo.executor.models import Decoder, TensorParallel, load_model, read_model_config
+from octavo.executor.models import Decoder, LoadPlan, TensorParallel, load_model, read_model_config
 from octavo.executor.models.layers import packed_weights
 from octavo.executor.quantization import round_weight
 from octavo.executor.start.fingerprint import model_fingerprint
@@ -41,7 +41,7 @@ LAYER = "model.layers.0.self_attn.o_proj"
 
 def load(directory: Path, **options: Any) -> Decoder:
     options = {"max_model_len": 64, "progress": False, "backend": cpu} | options
-    return load_model(directory, read_model_config(directory), torch.float32, **options)
+    return load_model(LoadPlan(directory, read_model_config(directory), torch.float32, **options))
 
 
 def logits(model: Decoder) -> Tensor:
@@ -259,7 +259,11 @@ def test_the_fingerprint_says_how_weights_are_rounded(tmp_path: Path) -> None:
     directory = make_checkpoint(tmp_path)
     config = read_model_config(directory)
     found = {
-        model_fingerprint(directory, config, torch.float32, max_model_len=32, load_format="auto", quantization=mode)
+        model_fingerprint(
+            LoadPlan(
+                directory, config, torch.float32, max_model_len=32, load_format="auto", backend=cpu, quantization=mode
+            )
+        )
         for mode in ("auto", "int8", "int4")
     }
     assert len(found) == 3

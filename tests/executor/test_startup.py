@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.executor.dtypes import choose_kv_dtype
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.executor.start.startup import make_runner, start_executor
 from octavo.executor.start.warm_up import capture_graphs, largest_step, warm_up
 from octavo.executor.step.device import CpuDevice
@@ -30,7 +30,7 @@ def checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def decoder(checkpoint):
     config = read_model_config(checkpoint)
-    return load_model(checkpoint, config, torch.float32, max_model_len=256, backend=reference, progress=False)
+    return load_model(LoadPlan(checkpoint, config, torch.float32, max_model_len=256, backend=reference, progress=False))
 
 
 def runner_of(decoder, kv_dtype=torch.float32, device=None, **fields):

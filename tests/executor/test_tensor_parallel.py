@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from octavo.protocol.config import Config
 from octavo.protocol.messages import Logprobs, NeedInit, StepResult
@@ -82,7 +82,7 @@ def alone(group: RankGroup) -> list[Generated]:
     """Return what each request gives alone on one rank, its prompt in one piece."""
     directory = Path(group.config.model)
     decoder = load_model(
-        directory, read_model_config(directory), torch.float32, max_model_len=256, backend=cpu, progress=False
+        LoadPlan(directory, read_model_config(directory), torch.float32, max_model_len=256, backend=cpu, progress=False)
     )
     engine = SchedulerWithRunner(decoder, torch.float32, enable_prefix_caching=False, steps_ahead=0)
     results = [engine.generate([request])[0] for request in requests()]

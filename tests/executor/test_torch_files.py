@@ -13,7 +13,7 @@ from torch import Tensor
 
 from octavo.errors import ModelError
 from octavo.executor.checkpoints.torch_file import TorchFile
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.executor.start.dry_run import make_plan
 from octavo.executor.start.fingerprint import model_fingerprint
 from octavo.kernels import cpu
@@ -33,7 +33,7 @@ TOKEN_IDS = list(range(3, 260, 13))
 
 def logits(directory: Path) -> Tensor:
     options: dict[str, Any] = {"max_model_len": 64, "backend": cpu, "progress": False}
-    model = load_model(directory, read_model_config(directory), torch.float32, **options)
+    model = load_model(LoadPlan(directory, read_model_config(directory), torch.float32, **options))
     return PagedDecoding(model, 16, 4, torch.float32).score(TOKEN_IDS)
 
 
@@ -69,14 +69,19 @@ def test_its_dtype_its_fingerprint_and_its_footprint_are_known(tmp_path: Path) -
     directory = as_torch_files(make_checkpoint(tmp_path, dtype=torch.bfloat16, dtype_key=None), 2)
     config = read_model_config(directory)
     assert config.dtype == torch.bfloat16
-    first = model_fingerprint(directory, config, config.dtype, max_model_len=32, load_format="auto")
+    first = model_fingerprint(
+        LoadPlan(directory, config, config.dtype, max_model_len=32, load_format="auto", backend=cpu)
+    )
     plan = make_plan(Config(model=str(directory)), ChosenBackend("cpu", cpu, torch.device("cpu")))
     assert plan.checkpoint_dtype == torch.bfloat16
     path = directory / "pytorch_model-00001-of-00002.bin"
     tensors = torch.load(path, weights_only=True)
     tensors[next(iter(tensors))][0] += 1
     torch.save(tensors, path)
-    assert model_fingerprint(directory, config, config.dtype, max_model_len=32, load_format="auto") != first
+    assert (
+        model_fingerprint(LoadPlan(directory, config, config.dtype, max_model_len=32, load_format="auto", backend=cpu))
+        != first
+    )
 
 
 def test_safetensors_are_preferred_where_both_are_there(tmp_path: Path) -> None:

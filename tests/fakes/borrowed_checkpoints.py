@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from octavo.executor.models import LoadedModel, load_model, read_model_config
+from octavo.executor.models import LoadedModel, LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
 from tests.fakes.checkpoints import TINY, make_checkpoint
 
@@ -102,7 +102,7 @@ def write(directory: Path, case: Case, **options: Any) -> Path:
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
     options = {"max_model_len": MAX_MODEL_LEN, "backend": cpu, "progress": False} | options
-    return load_model(directory, read_model_config(directory), dtype, **options)
+    return load_model(LoadPlan(directory, read_model_config(directory), dtype, **options))
 
 
 def random_prompts(*lengths: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ from octavo.kernels import cpu  # before torch: one OpenMP runtime
 # isort: split
 import torch
 
-from octavo.executor.models import load_model, read_model_config
+from octavo.executor.models import LoadPlan, load_model, read_model_config
 
 
 def loading_bytes(directory: Path) -> int:
@@ -22,7 +22,7 @@ def loading_bytes(directory: Path) -> int:
 def _grown_bytes(directory: Path) -> int:
     config = read_model_config(directory)
     before = _anonymous_bytes()
-    model = load_model(directory, config, torch.float32, max_model_len=64, backend=cpu, progress=False)
+    model = load_model(LoadPlan(directory, config, torch.float32, max_model_len=64, backend=cpu, progress=False))
     grown = _anonymous_bytes() - before
     del model
     return grown

@@ -20,11 +20,11 @@ from octavo.executor.models.borrowed.quantized import StoredTensor, find_packed,
 from octavo.executor.models.borrowed.rotary import make_rotary_static
 from octavo.executor.models.inputs import StepInputs
 from octavo.executor.models.kv_caches import allocate_kv_caches
+from octavo.executor.models.plan import LoadPlan
 from octavo.executor.models.progress_bars import tqdm_disable
 from octavo.executor.models.weights import DummyWeights
 from octavo.executor.shards import Shard
 from octavo.kernels import reference
-from octavo.kernels.backend import Backend
 
 # T tokens, V vocabulary
 
@@ -36,45 +36,33 @@ TOLERANCE = {torch.float32: 0.01}
 TOLERANCE_OF_SHORT_TYPES = 0.1
 
 
-def load_borrowed(
-    directory: Path,
-    config: BorrowedConfig,
-    dtype: torch.dtype,
-    *,
-    max_model_len: int,
-    load_format: str,
-    seed: int,
-    backend: Backend,
-    device: torch.device,
-    progress: bool | None,
-    rounded_bits: int | None = None,
-) -> BorrowedDecoder:
-    """Return the model of a directory, as `executor.models.load_model` does.
+def load_borrowed(plan: LoadPlan, config: BorrowedConfig, *, rounded_bits: int | None) -> BorrowedDecoder:
+    """Return the model of a plan whose config is `config`, as `executor.models.load_model` does.
 
-    `rounded_bits` are those to which the weights of linear layers are rounded, the head's excepted. Raises ValueError
-    as load_model does, and if the filled model does not compute what it computes with transformers' own attention.
+    The weights of linear layers, except the head's, are rounded to `rounded_bits`. Raises ValueError as load_model
+    does, and if the filled model computes something else than it computes with transformers' own attention.
     """
-    current = CurrentStep(backend)
-    if load_format == "dummy":
-        causal_model = _dummy(config, dtype, seed, device)
-    else:
-        causal_model = _read(directory, config, dtype, current, device, progress)
-    make_rotary_static(causal_model, max_model_len)
+    current = CurrentStep(plan.backend)
+    causal_model = _dummy(plan, config) if plan.load_format == "dummy" else _read(plan, config, current)
+    make_rotary_static(causal_model, plan.max_model_len)
     silence_padding_notice(causal_model)
     num_products = sum(is_product(module) for module in causal_model.modules())
-    with _bar("packing weights", num_products, progress) as bar:
+    with _bar("packing weights", num_products, plan.progress) as bar:
         pack_products(causal_model, current, rounded_bits=rounded_bits, progress=bar.update)
     if rounded_bits and (stacked := sum(weight.nbytes for weight in causal_model.parameters() if weight.ndim == 3)):
         logger.warning("%.1f MiB of stacked experts stay plain: only linear layers are rounded", stacked / 2**20)
-    # The reference's attention does not have to be compiled.
-    trial = BorrowedDecoder(config, causal_model, CurrentStep(reference))
-    deviation = assert_agrees(trial, dtype, max_model_len, device)
+    _try_out(plan, BorrowedDecoder(config, causal_model, CurrentStep(reference)))
+    return BorrowedDecoder(config, causal_model, current)
+
+
+def _try_out(plan: LoadPlan, trial: BorrowedDecoder) -> None:
+    """Compare a filled model with itself; `trial` has the reference's attention, which needs no compilation."""
+    deviation = assert_agrees(trial, plan.dtype, plan.max_model_len, plan.device)
     logger.info(
         "%s runs through transformers' modelling code; a trial deviates by %.1g from its own attention",
-        config.architecture,
+        trial.config.architecture,
         deviation,
     )
-    return BorrowedDecoder(config, causal_model, current)
 
 
 def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int, device: torch.device) -> float:
@@ -102,73 +90,71 @@ def assert_agrees(model: BorrowedDecoder, dtype: torch.dtype, max_model_len: int
     return deviation
 
 
-def _dummy(config: BorrowedConfig, dtype: torch.dtype, seed: int, device: torch.device) -> Any:
+def _dummy(plan: LoadPlan, config: BorrowedConfig) -> Any:
     """Return the model with random weights, the same for the same seed."""
-    causal_model = config.build(device, dtype)
-    source = DummyWeights(seed)
+    causal_model = config.build(plan.device, plan.dtype)
+    source = DummyWeights(plan.seed)
     for name, parameter in causal_model.named_parameters():
         parameter.requires_grad_(False)
-        parameter.data = torch.empty_like(parameter, dtype=dtype)
+        parameter.data = torch.empty_like(parameter, dtype=plan.dtype)
         source.read(name, Shard(len(parameter)), parameter)
     return causal_model
 
 
-def _read(
-    directory: Path,
-    config: BorrowedConfig,
-    dtype: torch.dtype,
-    current: CurrentStep,
-    device: torch.device,
-    progress: bool | None,
-) -> Any:
-    """Return the model with the directory's weights, those of few bits packed already."""
-    if config.quantization is None:
-        are_torchs = any(path.suffix == ".bin" for path in checkpoint_files(directory))  # which says what is missing
-        widening = {}
-        if config.widened_from:
-            logger.info("%s weights are widened to %s", config.widened_from, dtype)
-            widening = {"quantization_config": WIDENED[config.widened_from]}
-        if are_torchs:  # read here, by name: nothing but tensors is taken from a pickle
-            with Checkpoint(directory) as checkpoint:
-                stored = {name: StoredTensor(checkpoint, name) for name in checkpoint.names()}
-                causal_model = _from_pretrained(directory, config, dtype, progress, None, state_dict=stored, **widening)
-        else:
-            causal_model = _from_pretrained(directory, config, dtype, progress, directory, **widening)
-    else:
-        with Checkpoint(directory, config.quantization) as checkpoint:
-            skeleton = config.build("meta", dtype)
-            packed = find_packed(checkpoint, skeleton)
-            state = state_to_load(checkpoint, packed, skeleton, dtype)
-            causal_model = _from_pretrained(directory, config, dtype, progress, None, state_dict=state)
-            with _bar("reading packed weights", len(packed), progress) as bar:
-                pack_stored(causal_model, checkpoint, packed, current, device, bar.update)
-    return causal_model.to(device).requires_grad_(False)
+def _read(plan: LoadPlan, config: BorrowedConfig, current: CurrentStep) -> Any:
+    """Return the model with the directory's weights; weights of few bits are packed already."""
+    read = _read_plain if config.quantization is None else _read_quantized
+    return read(plan, config, current).to(plan.device).requires_grad_(False)
 
 
-def _from_pretrained(
-    directory: Path,
-    config: BorrowedConfig,
-    dtype: torch.dtype,
-    progress: bool | None,
-    source: Path | None,
-    **options: Any,
-) -> Any:
+def _read_plain(plan: LoadPlan, config: BorrowedConfig, current: CurrentStep) -> Any:
+    are_torchs = any(path.suffix == ".bin" for path in checkpoint_files(plan.directory))  # raises if a file is missing
+    widening = {}
+    if config.widened_from:
+        logger.info("%s weights are widened to %s", config.widened_from, plan.dtype)
+        widening = {"quantization_config": WIDENED[config.widened_from]}
+    if not are_torchs:
+        return _from_pretrained(plan, config, plan.directory, **widening)
+    with Checkpoint(plan.directory) as checkpoint:  # which takes nothing but tensors from a pickle
+        stored = {name: StoredTensor(checkpoint, name) for name in checkpoint.names()}
+        return _from_pretrained(plan, config, None, state_dict=stored, **widening)
+
+
+def _read_quantized(plan: LoadPlan, config: BorrowedConfig, current: CurrentStep) -> Any:
+    with Checkpoint(plan.directory, config.quantization) as checkpoint:
+        skeleton = config.build("meta", plan.dtype)
+        packed = find_packed(checkpoint, skeleton)
+        state = state_to_load(checkpoint, packed, skeleton, plan.dtype)
+        causal_model = _from_pretrained(plan, config, None, state_dict=state)
+        with _bar("reading packed weights", len(packed), plan.progress) as bar:
+            pack_stored(causal_model, checkpoint, packed, current, plan.device, bar.update)
+    return causal_model
+
+
+def _from_pretrained(plan: LoadPlan, config: BorrowedConfig, source: Path | None, **options: Any) -> Any:
     """Return what transformers makes of `source`, or of `options`: it knows which tensors are renamed or fused."""
-    with quiet(progress, "loading weights"):
+    with quiet(plan.progress, "loading weights"):
         try:
             causal_model, found = config.model_class.from_pretrained(
                 source,
                 config=config.transformers_config,
-                dtype=dtype,
+                dtype=plan.dtype,
                 attn_implementation=attention.PAGED,
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are told of below, by name
+                ignore_mismatched_sizes=True,  # `_refuse_misfits` names them
                 **options,
             )
         except (RuntimeError, OSError, SafetensorError) as error:
-            raise ValueError(f"{directory}: transformers cannot load the weights: {error}") from None
+            raise ValueError(f"{plan.directory}: transformers cannot load the weights: {error}") from None
+    _refuse_misfits(plan.directory, found)
+    _warn_of_untied_head(plan.directory, causal_model)
+    return causal_model
+
+
+def _refuse_misfits(directory: Path, found: Any) -> None:
+    """Raise ValueError, naming the tensors, if transformers found that checkpoint and model differ."""
     problems = []
     if missing := set(found["missing_keys"]):
         problems.append(f"lacks {listed(missing)}")
@@ -178,8 +164,6 @@ def _from_pretrained(
         problems.append(f"has, of another shape than config.json asks for, {listed(mismatched)}")
     if problems:
         raise ValueError(f"the checkpoint {directory} {' and '.join(problems)}")
-    _warn_of_untied_head(directory, causal_model)
-    return causal_model
 
 
 def _warn_of_untied_head(directory: Path, causal_model: Any) -> None:
