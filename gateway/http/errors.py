@@ -24,14 +24,23 @@ TYPES = {
 _encode = msgspec.json.Encoder().encode
 
 
-def envelope(error: RequestError) -> dict[str, Any]:
-    kind = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+class Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """The envelope of every error; `param` is the path of the field that is wrong, `code` a word for programs."""
+
+    error: Error
 
 
 def error_body(error: RequestError) -> bytes:
     """Return the envelope as one line of JSON."""
-    return _encode(envelope(error))
+    kind = TYPES.get(error.status, TYPES[400 if error.status < 500 else 500])
+    return _encode(ErrorAnswer(Error(error.message, kind, error.param, error.code)))
 
 
 def error_response(error: RequestError) -> Response:

@@ -95,6 +95,17 @@ class ChatChunkChoice(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
+class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
+    """A chunk of a stream, for its description. ChunkWriter writes it in parts."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
 class CompletionLogprobs(msgspec.Struct):
     """Parallel lists with one entry per token; the first token of an echoed prompt has no logprob."""
 
@@ -121,6 +132,17 @@ class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class CompletionChunk(msgspec.Struct, tag_field="object", tag="text_completion"):
+    """A chunk of a stream, for its description. ChunkWriter writes it in parts."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
 
 
 class ModelCard(msgspec.Struct, tag_field="object", tag="model"):

@@ -210,8 +210,18 @@ class ChatRequest(CommonRequest, kw_only=True):
         self.messages, self.chat_template_kwargs = [ChatMessage(role="assistant")], None
 
 
+_STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
+_STRINGS, _TOKENS = {"type": "array", "items": _STRING}, {"type": "array", "items": _INTEGER}
+# Told apart in gateway/openai/completions.py, which can name the place of what is wrong.
+Prompt = Annotated[
+    Any, Meta(extra_json_schema={"anyOf": [_STRING, _STRINGS, _TOKENS, {"type": "array", "items": _TOKENS}]})
+]
+
+
 class CompletionRequest(CommonRequest, kw_only=True):
-    prompt: Any  # a string, strings, token ids or lists of these: see gateway/openai/completions.py
+    """A body of `/v1/completions`."""
+
+    prompt: Prompt
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
@@ -250,7 +260,8 @@ def _message_without_nulls(message: Any) -> Any:
 
 
 @cache
-def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
+    """Return the fields that are not implemented, with the values that ask for nothing."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return {
         name: mark.values
@@ -262,7 +273,7 @@ def _neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
 
 def refuse_unsupported(struct: msgspec.Struct, path: str = "") -> None:
     """Raise RequestError if a field that is not implemented asks for something."""
-    for name, neutral in _neutral_values(type(struct)).items():
+    for name, neutral in neutral_values(type(struct)).items():
         value = getattr(struct, name)
         if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
             raise unsupported(path + name, f"{path}{name}{_shown(value)}")

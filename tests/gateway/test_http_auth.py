@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from octavo.gateway.http.app import ROUTES
+from octavo.gateway.http.auth import PUBLIC_PATHS
 from octavo.protocol.messages import Submit
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import Served, chat, serving
@@ -28,7 +29,7 @@ def with_token(token: str) -> dict[str, bytes]:
 
 
 async def test_every_route_and_method_wants_a_key(guarded: Served) -> None:
-    paths = [route.path.replace("{id:path}", "x/y") for route in ROUTES if route.path not in ("/health", "/live")]
+    paths = [route.path.replace("{id:path}", "x/y") for route in ROUTES if route.path not in PUBLIC_PATHS]
     spelled = [*paths, "/", "/nothing", "//v1/models", "/V1/models", "/v1/models/", "/%761/models", "/v1%2fmodels"]
     spelled += ["/health/", "/health/../v1/models", "//health", "/HEALTH", "/health%2f..%2fv1/models"]
     for path in spelled:
@@ -42,8 +43,8 @@ async def test_every_route_and_method_wants_a_key(guarded: Served) -> None:
     assert not guarded.scheduler.messages(Submit)
 
 
-@pytest.mark.parametrize("path", ["/health", "/live"])
-async def test_probes_are_public(guarded: Served, path: str) -> None:
+@pytest.mark.parametrize("path", ["/health", "/live", "/openapi.json", "/docs"])
+async def test_probes_and_descriptions_are_public(guarded: Served, path: str) -> None:
     assert (await guarded.http.get(path)).status_code == 200
     assert (await guarded.http.get(path, headers=with_token("wrong"))).status_code == 200
 

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from octavo.gateway.reader import Jobs
+from octavo.gateway.http.endpoints import ENDPOINTS
+from octavo.gateway.reader import DOORS, Jobs
 from octavo.gateway.reading.messages import Cancel, Done, Piece, Read, Reply, Wrong, decode_order, framed
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.messages import Ready
 
 READY = Ready("i", "f", vocab_size=8, max_model_len=8, block_size=16, num_blocks=8, max_num_seqs=8)
+
+
+def test_every_body_that_a_route_takes_can_be_read_here() -> None:
+    bodies = [endpoint.body for endpoint in ENDPOINTS if endpoint.body]
+    assert {door.decoder.type for door in DOORS.values()} == set(bodies)
+    assert len(DOORS) == len(bodies)
 
 
 class Driver:
