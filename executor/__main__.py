@@ -10,18 +10,19 @@ from octavo.protocol.extras import imports_of
 from octavo.protocol.link_keys import check_ranks_link, client_keys
 from octavo.protocol.process import refuse, start_process
 
-RANK_0_TURN_S = 5.0  # that a rank gives rank 0 to say why none of them starts
+RANK_0_TURN_S = 5.0  # a rank that cannot start waits so long for rank 0 to print the reason
 
 
 def main() -> int:
     """Return the exit status.
 
-    0 after a signal once the model is ready, 1 if another rank has ended or cannot be met or another executor had the
-    place, 2 if the model cannot be served; a step that raises is a traceback, an earlier signal the end by itself.
+    0: a signal came after the model was ready. 1: another rank ended or cannot be reached, or another executor had the
+    place. 2: the model cannot be served. A step that raises ends in a traceback; a signal during the start ends the
+    process directly.
     """
     config, heart = start_process("executor", "Compute the steps of one scheduler.", FIELDS)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # While kernels compile, or a rank waits for another, no Python function could end it: the signal itself does.
+        # No Python handler runs while kernels compile or a rank waits for another. The default action ends the process.
         signal.signal(number, signal.SIG_DFL)
     try:
         check_ranks_link(config)
@@ -29,7 +30,7 @@ def main() -> int:
     except ValueError as error:
         return refuse("executor", error)
     started_s = time.monotonic()
-    # Only now, so that --help and a wrong setting do not wait for torch. Numba's OpenMP comes before torch's.
+    # Imported here, so that --help and a wrong setting do not wait for torch. Numba's OpenMP must load before torch's.
     with imports_of("python -m octavo.executor", "executor"):
         import octavo.kernels.choice  # noqa: F401
         from octavo.executor.link.relay import Relay, follow
@@ -47,7 +48,7 @@ def main() -> int:
     except START_FAILURES as error:
         logger.debug("where it failed", exc_info=error)
         if config.rank and is_local(config):
-            threading.Event().wait(RANK_0_TURN_S)  # rank 0, which finds the same, says it for all
+            threading.Event().wait(RANK_0_TURN_S)  # rank 0 finds the same and reports it for all
         return refuse("executor", error)
     runner, parallel = executor.runner, executor.runner.parallel
     if config.tensor_parallel_size == 1:

@@ -1,4 +1,4 @@
-"""Which type weights, activations and the KV cache have."""
+"""The dtypes of weights, activations and the KV cache."""
 
 import torch
 
@@ -10,8 +10,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def choose_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype to run in, and why, for the log.
 
-    `requested` is `Config.dtype`: what is asked for is obeyed or refused. "auto" is the checkpoint's dtype, but
-    float32 for float16 on the CPU. Raises ValueError for float16 on the CPU.
+    `requested` is `Config.dtype`; it is obeyed or refused. "auto" takes the checkpoint's dtype, except that the CPU
+    takes float32 for float16. Raises ValueError if float16 is requested on the CPU.
     """
     if requested != "auto":
         if requested == "float16" and device.type == "cpu":
@@ -24,7 +24,7 @@ def choose_dtype(requested: str, checkpoint_dtype: torch.dtype, device: torch.de
 
 
 def kv_dtype_of(requested: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that `requested`, a `Config.kv_cache_dtype`, means where activations have `dtype`."""
+    """Return the KV cache's dtype for a `Config.kv_cache_dtype`, if activations have `dtype`."""
     return dtype if requested == "auto" else torch.float8_e4m3fn
 
 

@@ -1,4 +1,4 @@
-"""One rank's place among those that share a model, and what passes between them."""
+"""One rank's place among the ranks that share a model, and the values that they exchange."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +11,12 @@ from octavo.executor.shards import Shard
 
 
 class GroupLostError(Exception):
-    """Another rank has ended; this one has nothing left to do."""
+    """Another rank has ended; this rank cannot go on."""
 
 
 @contextmanager
 def _collective() -> Iterator[None]:
-    """Raise GroupLostError where torch says, among its guesses why, that a rank's connection was closed."""
+    """Turn torch's error about a closed connection into GroupLostError, without torch's guesses at the cause."""
     try:
         yield
     except RuntimeError as error:
@@ -25,9 +25,9 @@ def _collective() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This process's place among those that share one model.
+    """This process's place among the ranks that share one model.
 
-    What passes between ranks raises GroupLostError when one of them is gone.
+    Every exchange between ranks raises GroupLostError when one of them is gone.
     """
 
     rank: int = 0
@@ -35,7 +35,7 @@ class TensorParallel:
     group: distributed.ProcessGroup | None = None
 
     def share(self, num: int, what: str) -> int:
-        """Return this rank's share of `num`. Raises ValueError if it does not divide."""
+        """Return this rank's share of `num`. Raises ValueError if the ranks do not divide `num`."""
         if num % self.world_size:
             raise ValueError(f"{what} ({num}) cannot be divided among {self.world_size} ranks")
         return num // self.world_size
@@ -45,10 +45,10 @@ class TensorParallel:
         return Shard(size, dim, self.rank, self.world_size)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, which it may overwrite; on the CPU its bits depend on nothing else.
+        """Return the sum of every rank's `x`; `x` may be overwritten. On the CPU a row's bits depend on the row alone.
 
-        The ring that gloo sums along cuts a tensor by its length, so that a row's bits would depend on the batch:
-        there every rank adds all parts in the order of ranks.
+        gloo's ring cuts a tensor by its length, so a row's bits would depend on the batch. On the CPU every rank
+        therefore adds all parts in the order of ranks.
         """
         if self.world_size == 1:
             return x
@@ -64,8 +64,10 @@ class TensorParallel:
         return parts[0]
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, joined along the last dimension in the order of ranks; only rank 0 gets more than
-        its own."""
+        """Return, on rank 0, every rank's `x`, joined along the last dimension in the order of ranks.
+
+        The other ranks get their own `x`.
+        """
         if self.world_size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.world_size)] if self.rank == 0 else None

@@ -1,4 +1,4 @@
-"""What is wrong with a value of a model's JSON, in a sentence that names the key, the value and what it may be."""
+"""Errors about a model's JSON: one sentence with the key, its value and the values that are allowed."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -7,7 +7,7 @@ import msgspec
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-# msgspec's words for types and comparisons, and ours
+# msgspec's words for types and comparisons, and plain ones
 TYPES = {
     "int": "a whole number",
     "float": "a number",
@@ -22,11 +22,11 @@ LONGEST_SHOWN = 80  # characters of a value
 
 
 class WrongValueError(ValueError):
-    """A key of a file is missing, or has another value than it may have."""
+    """A key of a file is missing, or has a value that is not allowed."""
 
 
 def converted(written: Any, kind: type[T]) -> T:
-    """Return what a file's object says, as `kind`. Raises WrongValueError."""
+    """Return a file's object as `kind`. Raises WrongValueError."""
     try:
         return msgspec.convert(written, kind)
     except msgspec.ValidationError as error:
@@ -51,7 +51,7 @@ def _sentence(said: str, written: Any, kind: type[msgspec.Struct]) -> str:
 
 
 def _value_at(written: Any, path: str) -> str:
-    """Return the value at a path of msgspec's as a message shows it; inside an object of any keys it cannot be told."""
+    """Return the value at msgspec's path, as a message shows it. Inside an object of any keys it is unknown."""
     for step in re.findall(r"[^.\[\]]+", path):
         if isinstance(written, list) and step.isdecimal() and int(step) < len(written):
             written = written[int(step)]
@@ -64,7 +64,7 @@ def _value_at(written: Any, path: str) -> str:
 
 
 def _literals(kind: type[msgspec.Struct], path: str) -> tuple[Any, ...]:
-    """Return the values that are listed for a key, none if any of a type will do."""
+    """Return the values that a key's Literal lists; nothing if the key has another type."""
     hint = get_type_hints(kind, include_extras=True).get(path)
     hint = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(hint) if get_origin(hint) is Literal else ()

@@ -17,9 +17,9 @@ def connect(
     *,
     is_silent: bool = False,
 ) -> tuple[Socket, HandshakeWatch]:
-    """Return a socket to the scheduler that keeps nothing for one that is not there: old news would be its first.
+    """Return a socket to the scheduler, and the watch of its handshakes.
 
-    With it comes who watches its handshakes.
+    The socket queues nothing while no scheduler is there: the next scheduler would first read old messages.
     """
     socket = context.socket(zmq.DEALER)
     socket.set(zmq.IMMEDIATE, 1)

@@ -1,4 +1,10 @@
-"""How rank 0 has the other ranks do what it does."""
+"""How rank 0 relays what it acts on to the other ranks, and how they follow it.
+
+Only rank 0 speaks to the scheduler. It relays every message that it acts on, through the process group: all ranks do
+the same steps in the same order, even if messages on the scheduler's link are lost or sent again. The others hold the
+same soft state, compute their parts of each step, and learn from rank 0 which tokens were sampled. A rank whose peer is
+gone raises: the whole group ends.
+"""
 
 import torch
 
@@ -9,18 +15,18 @@ from octavo.protocol.messages import Step, ToExecutor, Welcome, decode_to_execut
 
 
 class Relay:
-    """Rank 0's voice to the others. Each method raises GroupLostError if one of them is gone."""
+    """Sends from rank 0 to the other ranks. Each method raises GroupLostError if one of them is gone."""
 
     def __init__(self, parallel: TensorParallel) -> None:
         self._parallel = parallel
 
     def send(self, message: ToExecutor) -> None:
-        """Have the other ranks act on `message`, as this one is about to do."""
+        """Let the other ranks act on `message`, as rank 0 is about to do."""
         if self._parallel.world_size > 1:
             self._broadcast(encode(message))
 
     def keep_alive(self) -> None:
-        """Let the others know that there is nothing to do."""
+        """Tell the other ranks that rank 0 lives and there is nothing to do."""
         if self._parallel.world_size > 1:
             self._broadcast(b"")
 
@@ -31,7 +37,7 @@ class Relay:
 
 
 def follow(runner: ModelRunner, parallel: TensorParallel, heart: Heart) -> None:
-    """Do what rank 0 does, for ever. Raises GroupLostError when it is gone, and what a step raises."""
+    """Do what rank 0 does, for ever. Raises GroupLostError when rank 0 is gone, and the error of a step."""
     while True:
         frame = _receive(parallel)
         heart.beat()
@@ -43,7 +49,7 @@ def follow(runner: ModelRunner, parallel: TensorParallel, heart: Heart) -> None:
 
 
 def _receive(parallel: TensorParallel) -> bytes:
-    """Return what rank 0 sends next; empty if it only says that it is there."""
+    """Return the next frame of rank 0; an empty frame is a sign of life."""
     num_bytes = int(parallel.broadcast(torch.tensor(0)))
     if not num_bytes:
         return b""

@@ -13,12 +13,12 @@ from octavo.protocol.messages import Progress, encode
 from octavo.protocol.sockets import new_identity, try_send
 
 INTERVAL_S = 0.5
-LONGEST_BEGIN_S = 1.0  # of a thread that was started
+LONGEST_BEGIN_S = 1.0  # a started thread runs after this time at the latest
 
 
 class ProgressReporter(AbstractContextManager["ProgressReporter"]):
-    """A thread with a socket of its own that says every half second how far the step has come, whatever it does, and
-    how much of the device's memory is used."""
+    """A thread with its own socket, which reports every half second how far the step has come and how much of the
+    device's memory is used, even while the step's thread is busy."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
     def __enter__(self) -> "ProgressReporter":
         try:
             self._thread.start()
-        except BaseException:  # a signal, while the thread may run already
+        except BaseException:  # a signal came; the thread may run already
             self._stop()
             raise
         return self
@@ -48,7 +48,7 @@ class ProgressReporter(AbstractContextManager["ProgressReporter"]):
         self._stop()
 
     def _stop(self) -> None:
-        """Have the thread close its socket: whoever else closes it, while the thread uses it, waits for ever."""
+        """Let the thread close its socket. Another thread that closed the socket in use would wait for ever."""
         self._ended.set()
         if self._has_begun.wait(LONGEST_BEGIN_S):
             self._thread.join()

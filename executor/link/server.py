@@ -1,7 +1,7 @@
 """The executor's side of the link: numbered steps in, results out, strictly in order.
 
-Nothing is negotiated on the hot path: the socket is polled, a step that is there is done, its result is sent. A device
-that computes later than it is told (a GPU) is given the next step, if it is there, before the last one's result.
+Nothing is negotiated on the hot path: the server polls the socket, does the step that it finds, and sends its result. A
+lazy device (a GPU) gets the next step, if it has arrived, before the server waits for the last step's result.
 """
 
 import logging
@@ -39,28 +39,30 @@ from octavo.protocol.sockets import try_send
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5  # of ExecutorReady while idle
-RETRY_S = 0.05  # after an ExecutorReady found no connection
+RETRY_S = 0.05  # after an ExecutorReady that could not be sent
 NUM_KEPT_RESULTS = 4  # a scheduler has two steps in flight at most
-FAREWELL_MS = 1000  # for the last message to leave
+FAREWELL_MS = 1000  # the last message has this time to leave
 
 
 class Flight(NamedTuple):
-    """A step that was launched and not answered."""
+    """A step that was launched and is not answered yet."""
 
     launched: Launched
     step: Step
     launched_s: float
-    waited_s: float  # how long there was nothing to do before it
-    launch_s: float  # how long the launch took of a device that computes later
+    waited_s: float  # how long the executor had nothing to do before the step
+    launch_s: float  # how long the launch took, on a lazy device
 
 
 class PlaceFreeError(Exception):
-    """The scheduler has no executor, and this one's life, which another ended, cannot go on: a new one can begin."""
+    """The scheduler has no executor, and this executor, whose place another took, must start anew to serve it."""
 
 
 class Server:
-    """Serves one scheduler at a time. `description` is what ExecutorReady says of this executor, `relay` has its other
-    ranks do what it does."""
+    """Serves one scheduler at a time.
+
+    `description` is this executor's ExecutorReady; `relay` passes on to the other ranks what this rank acts on.
+    """
 
     def __init__(
         self,
@@ -80,8 +82,8 @@ class Server:
         self._clock = clock
         self._handshakes = handshakes
         self._scheduler_incarnation = ""
-        self._retired_incarnations: set[str] = set()  # of schedulers that another one followed
-        self._displaced_by: str | None = None  # of the executor that has this one's place, what it is
+        self._retired_incarnations: set[str] = set()  # of schedulers that had a successor
+        self._displaced_by: str | None = None  # the process that took this executor's place
         self._next_step_id = 1  # to be launched
         self._flight: Flight | None = None
         self._results: OrderedDict[int, bytes] = OrderedDict()
@@ -89,14 +91,14 @@ class Server:
         self._ready_due_s = clock()
 
     def run(self) -> None:
-        """Serve for ever. Raises what a step raised, after the scheduler was told."""
+        """Serve for ever. Raises the error of a step, after the scheduler was told."""
         while True:
             self.turn()
 
     def turn(self) -> None:
-        """Take one message, or wait for one until ExecutorReady is due again; or end the step in flight.
+        """Take one message, or wait for one until the next ExecutorReady is due; or finish the step in flight.
 
-        While one is, this turns without a pause: a step takes milliseconds, of which a poll knows only whole ones.
+        There is no pause while a step is in flight: a step takes milliseconds, and a poll waits whole milliseconds.
         """
         if self._flight is not None:
             self._turn_in_flight(self._flight)
@@ -150,7 +152,7 @@ class Server:
                 self._on_step(message)
 
     def _on_welcome(self, welcome: Welcome) -> None:
-        """Follow a new scheduler, or learn which step comes next: never one that is done already."""
+        """Follow a new scheduler, or learn which step comes next. A step that is done is never the next."""
         incarnation = welcome.scheduler_incarnation
         if incarnation in self._retired_incarnations:
             return
@@ -159,7 +161,7 @@ class Server:
             self._retired_incarnations.add(self._scheduler_incarnation)
             self._scheduler_incarnation = incarnation
             self._next_step_id = welcome.next_step_id
-            self._flight = None  # nobody waits for its result
+            self._flight = None  # no scheduler waits for its result
             self._results.clear()
             self._relay.send(welcome)
             self._runner.reset()
@@ -172,7 +174,7 @@ class Server:
             self._do(step)
 
     def _do(self, step: Step) -> None:
-        """Launch a step, then answer the one before; and this one too if it is done already, as on a CPU it is."""
+        """Launch a step, then answer the step before, and also this step if it is done. On a CPU it always is."""
         launched_s = self._clock()
         self._progress.step_id, self._progress.layers_done = step.step_id, 0
         previous, self._flight = self._flight, None
@@ -200,13 +202,13 @@ class Server:
             self._flight = flight
 
     def _finish(self, flight: Flight) -> None:
-        """Wait for a step, if it is not done, and answer it."""
+        """Wait until a step is done, and answer it."""
         try:
             result = flight.launched.wait()
         except Exception as error:
             self._fail(flight.step, error)
             raise
-        started_s = max(flight.launched_s, self._last_end_s)  # a device does one step after the other
+        started_s = max(flight.launched_s, self._last_end_s)  # a device does its steps one after the other
         self._end_step()
         busy_s = self._last_end_s - started_s
         times = {"busy_s": busy_s, "waited_s": flight.waited_s, "launch_s": flight.launch_s}
@@ -222,12 +224,12 @@ class Server:
         self._ready_due_s = self._last_end_s + INTERVAL_S
 
     def _fail(self, step: Step, error: Exception) -> None:
-        """Tell the scheduler, before this process ends, that a step raised."""
+        """Tell the scheduler that a step raised, before this process ends."""
         self._socket.set(zmq.LINGER, FAREWELL_MS)
         self._send(encode(_failure(step, error)))
 
     def _send(self, frame: bytes) -> bool:
-        """Send and return whether it left; what cannot leave now is lost, and asked for again."""
+        """Send a frame; return whether it was sent. A lost frame does no harm: the scheduler asks again."""
         return try_send(self._socket, [frame])
 
 
@@ -239,7 +241,7 @@ def serve(
     progress: StepProgress,
     relay: Relay,
 ) -> None:
-    """Serve the scheduler at `address` for ever. Raises what a step raised, once the scheduler could be told."""
+    """Serve the scheduler at `address` for ever. Raises the error of a step, after the scheduler was told."""
     context: zmq.Context[Any] = zmq.Context()
     try:
         socket, handshakes = connect(context, address, description.executor_incarnation, keys)

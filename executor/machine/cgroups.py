@@ -1,4 +1,4 @@
-"""The control groups this process is in: limits hold from its own group up to the root, for versions 1 and 2."""
+"""The control groups of this process, of versions 1 and 2. The limits of its group and of all parents hold."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -9,7 +9,7 @@ ROOT = Path("/")
 def group_directories(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """Yield the directories of this process's groups for a version 1 `controller` and for version 2, innermost first.
 
-    `root` is where proc and sys lie. In a container the path in /proc may be the host's: what is not there is skipped.
+    `root` holds proc and sys. In a container the path in /proc may be the host's: a missing directory is skipped.
     """
     base = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):

@@ -15,9 +15,9 @@ from octavo.executor.machine.cgroups import (
 
 
 def usable_bytes(root: Path = ROOT) -> int:
-    """Return the memory this process may still use: what the system has available, within its control groups' limits.
+    """Return the memory that this process may still use: the system's available memory, within its groups' limits.
 
-    File pages that a group could drop count as available, as they do for the system. Raises ValueError without
+    File pages that a group could drop count as available, as the system counts them. Raises ValueError without
     /proc/meminfo.
     """
     available = read_table(root / "proc/meminfo").get("MemAvailable")
@@ -28,22 +28,22 @@ def usable_bytes(root: Path = ROOT) -> int:
 
 
 def free_device_bytes(device: torch.device, utilization: float) -> int:
-    """Return what is left of `utilization` of a GPU's memory, the weights being there already."""
+    """Return how much of a GPU's memory is free below `utilization`. Loaded weights are not free."""
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * utilization) - (total - free))
 
 
 def total_bytes(device: torch.device, root: Path = ROOT) -> int:
-    """Return the size of a GPU's memory; on the CPU the system's, or the least limit of this process's groups."""
+    """Return the size of a GPU's memory; on the CPU, of the system's, or the least limit of this process's groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return min([read_table(root / "proc/meminfo").get("MemTotal", 0), *memory_limits(root)])
 
 
 def used_bytes(device: torch.device, root: Path = ROOT) -> int:
-    """Return what this process holds of a GPU's memory through torch; on the CPU, what is resident of it.
+    """Return how much of a GPU's memory this process holds through torch; on the CPU, its resident memory.
 
-    May be called from any thread, and never waits for the device.
+    Any thread may call this. It never waits for the device.
     """
     if device.type == "cuda":
         return int(torch.cuda.memory_reserved(device))

@@ -12,9 +12,9 @@ def choose_num_threads(
 ) -> tuple[int, str]:
     """Return how many threads to compute with, and why, for the log.
 
-    `affinity` are the CPUs this process may run on (default: what the system says). Two hardware threads of one core
-    share its arithmetic units: they count once. A control group's quota is rounded down, but to one at least; so is the
-    part of one of `num_sharing` processes that compute at the same time.
+    `affinity` lists the CPUs that this process may run on (default: the system's answer). Two hardware threads of one
+    core share its arithmetic units: they count once. A control group's quota is rounded down, but is at least one;
+    `num_sharing` processes that compute at the same time divide the threads in the same way.
     """
     if override is not None:
         return override, "as set by num_threads"
@@ -34,12 +34,12 @@ def _usable_cores(affinity: Iterable[int] | None, root: Path) -> tuple[int, str]
 
 
 def count_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
-    """Return the number of physical cores that `cpus` lie on; a CPU whose topology is not told is a core of its own."""
+    """Return the number of physical cores of `cpus`; a CPU of unknown topology counts as one core."""
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return how many CPUs' time the control groups of this process allow, or None without a limit."""
+    """Return how many CPUs' time the control groups of this process allow; None without a limit."""
     quotas = [quota for group in group_directories("cpu", root) if (quota := _group_quota(group)) is not None]
     return min(quotas, default=None)
 

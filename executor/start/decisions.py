@@ -57,7 +57,7 @@ def choose_max_model_len(requested: int | None, model_config: ModelDescription) 
     if requested is not None and requested > longest:
         raise ValueError(
             f"max_model_len ({requested}) is beyond what the model is made for: {longest} tokens. Set --max-model-len"
-            f" to {longest} or less, or leave it out; what stretches a model (rope_scaling) belongs in its config.json"
+            f" to {longest} or less, or leave it out; rope_scaling, which stretches a model, belongs in its config.json"
         )
     return requested or model_config.default_max_model_len
 

@@ -1,6 +1,6 @@
-"""`python -m octavo.executor.start.dry_run`: say what serving a model would take, from its config.json alone.
+"""`python -m octavo.executor.start.dry_run`: report what serving a model would take, from its config.json alone.
 
-Exit status 0: it fits this machine; 1: it does not, or cannot be served at all.
+Exit status 0: the model fits this machine; 1: it does not fit, or cannot be served at all.
 """
 
 import os
@@ -45,8 +45,8 @@ class Plan:
     architecture: str
     tier: str
     footprints: Mapping[int, Footprint]  # of one rank, by the number of ranks
-    num_ranks: int  # asked for
-    form: str  # of weights that are held in few bits
+    num_ranks: int  # tensor_parallel_size
+    form: str  # of quantized weights
     dtype: torch.dtype  # on a GPU
     kv_dtype: torch.dtype  # on a GPU
     checkpoint_dtype: torch.dtype
@@ -54,20 +54,20 @@ class Plan:
 
     @property
     def own(self) -> Footprint:
-        """What one of the ranks holds that are asked for."""
+        """What one of the `num_ranks` ranks holds."""
         return self.footprints[self.num_ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What this machine would hold: each rank's part of it."""
+    """What this machine offers to one rank."""
 
     name: str
     dtype: torch.dtype
     dtype_reason: str
     kv_dtype: torch.dtype
     usable_bytes: int
-    room_bytes: int  # for the KV cache, once the weights are there
+    room_bytes: int  # for the KV cache, after the weights are loaded
     room_reason: str
 
 
@@ -83,17 +83,17 @@ def main() -> int:
         return 1
     machine = look_at_machine(config, plan, chosen)
     try:
-        with suppress(BrokenPipeError):  # whoever reads may have seen enough
+        with suppress(BrokenPipeError):  # the reader may have closed the pipe
             print(report(config, plan, machine), flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python has kept to write at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes its buffer at exit
         print(f"octavo: standard output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return 0 if isinstance(machine, Machine) and fits(plan, machine) else 1
 
 
 def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
-    """Read config.json, and of a GGUF file the index. Raises ValueError if the model cannot be served anywhere."""
+    """Read config.json, or a GGUF file's index. Raises ValueError if the model cannot be served on any machine."""
     directory = Path(config.model)
     model = read_model_config(directory, trust_remote_code=config.trust_remote_code)
     max_model_len = choose_max_model_len(config.max_model_len, model)
@@ -120,7 +120,7 @@ def make_plan(config: Config, chosen: ChosenBackend) -> Plan:
 
 
 def look_at_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine | str:
-    """Return what this machine has for the plan, or why it cannot be served here, whatever there is room for."""
+    """Return what this machine has for the plan, or the reason why it cannot serve it at any size."""
     try:
         return this_machine(config, plan, chosen)
     except ValueError as error:
@@ -128,9 +128,9 @@ def look_at_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machin
 
 
 def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
-    """Return what this machine has for the plan: all that its GPU may use, or what is left of its memory.
+    """Return what this machine has for the plan: the usable part of its GPU, or the free part of its memory.
 
-    Raises ValueError for a type that its kernels lack, and for fewer GPUs than ranks.
+    Raises ValueError if its kernels lack a dtype, or if there are fewer GPUs than ranks.
     """
     device = own_device(config, chosen.device)
     dtype, reason = choose_dtype(config.dtype, plan.checkpoint_dtype, device)
@@ -156,14 +156,14 @@ def this_machine(config: Config, plan: Plan, chosen: ChosenBackend) -> Machine:
 
 
 def fits(plan: Plan, machine: Machine) -> bool:
-    """Whether this machine holds the weights and the KV cache, and the cache one sequence of max_model_len."""
+    """Return whether weights and KV cache fit, and the cache has room for one sequence of max_model_len tokens."""
     weight_bytes = plan.own.weight_bytes(machine.dtype)
     sequence_bytes = plan.own.kv_bytes(machine.kv_dtype) * plan.max_model_len
     return machine.room_bytes >= sequence_bytes and machine.usable_bytes >= weight_bytes + machine.room_bytes
 
 
 def ranks_needed(plan: Plan, usable: float) -> int | None:
-    """Return the least number of devices, each with `usable` bytes, that hold the weights and one sequence."""
+    """Return the least number of devices, of `usable` bytes each, that hold the weights and one sequence."""
     for world_size, footprint in plan.footprints.items():
         sequence_bytes = footprint.kv_bytes(plan.kv_dtype) * plan.max_model_len
         if footprint.weight_bytes(plan.dtype) + sequence_bytes <= usable:
@@ -172,7 +172,7 @@ def ranks_needed(plan: Plan, usable: float) -> int | None:
 
 
 def report(config: Config, plan: Plan, machine: Machine | str) -> str:
-    """Return all that there is to say, for a person; `machine` may be why it cannot be served here."""
+    """Return the report for a person; `machine` may be the reason why this machine cannot serve the model."""
     each = f", each of {plan.num_ranks} ranks" if plan.num_ranks > 1 else ""
     return "\n\n".join(
         [

@@ -1,4 +1,7 @@
-"""`python -m octavo.executor.start.environment`: what computes here, as JSON of texts; it works without torch too."""
+"""`python -m octavo.executor.start.environment`: print, as JSON, what this machine computes with.
+
+It works without torch too.
+"""
 
 import json
 
@@ -9,7 +12,7 @@ GIB = 1 << 30
 
 
 def limits() -> dict[str, str]:
-    """Return what the control groups of this process allow."""
+    """Return the limits of this process's control groups."""
     least, quota = min(memory_limits(), default=None), cpu_quota()
     num_threads, reason = choose_num_threads()
     return {

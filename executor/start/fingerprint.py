@@ -1,4 +1,4 @@
-"""A name for what a model computes: generations are resumed only where it is the same."""
+"""A name for what a model computes: a generation is resumed only on a model with the same name."""
 
 import hashlib
 import zipfile

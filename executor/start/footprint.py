@@ -1,4 +1,7 @@
-"""What a model takes, counted without a weight: its modules on the meta device, each weight in the form it is held."""
+"""How much memory a model takes, counted without reading a weight.
+
+Its modules are built on the meta device; each weight counts in the form in which it is held.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -22,27 +25,27 @@ from octavo.kernels.backend import Backend
 from octavo.protocol.config import Config
 
 Kind = Literal["embedding", "projection", "head", "tied head", "router"]
-MOST_RANKS = 256  # for which a split is counted
+MOST_RANKS = 256  # splits among more ranks are not counted
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Weights and KV cache of one rank. A weight counts as often as it is held: a plain tied one twice, once packed."""
+    """Weights and KV cache of one rank. A plain tied weight is held twice, a packed one once; both count as held."""
 
     num_parameters: int  # a tied one once
     num_plain: int  # norms, biases, a plain embedding
     num_products: int  # plain weights of products, the head among them
-    num_quantized: int  # weights that are held in few bits
-    quantized_bytes: int  # of these, with their scales and offsets
+    num_quantized: int  # quantized weights
+    quantized_bytes: int  # of the quantized weights, with their scales and offsets
     kv_shapes: list[KVShape]
 
     @property
     def quantized_bits(self) -> float:
-        """Return the bits that a weight of few takes, on the average; there has to be one."""
+        """Return the bits of a quantized weight, on the average. There must be at least one."""
         return 8 * self.quantized_bytes / self.num_quantized
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Return the memory of the weights, plain ones in `dtype`."""
+        """Return the memory of the weights; plain weights have `dtype`."""
         return (self.num_plain + self.num_products) * dtype.itemsize + self.quantized_bytes
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
@@ -53,7 +56,7 @@ class Footprint:
 class Weight(NamedTuple):
     """A matrix of the checkpoint, or a rank's part of it."""
 
-    name: str  # the embedding's for a tied head
+    name: str  # a tied head has the embedding's name
     num_outputs: int
     num_inputs: int
     shard: Shard
@@ -61,7 +64,7 @@ class Weight(NamedTuple):
 
 
 class WeightForms(NamedTuple):
-    """Which weights are held in few bits, and how."""
+    """Which weights are quantized, and how."""
 
     description: str
     form_of: Callable[[Weight], HeldForm | None]
@@ -71,7 +74,7 @@ PLAIN = WeightForms("plain", lambda weight: None)
 
 
 def choose_forms(directory: Path, model: ModelDescription, config: Config) -> WeightForms:
-    """Return in what forms `load_model` would hold the weights. Raises ValueError where it would refuse to."""
+    """Return the forms in which `load_model` would hold the weights. Raises ValueError if it would refuse."""
     found = model.quantization
     bits = rounded_bits(config.load_format, config.quantization, found)
     if bits is not None:
@@ -80,13 +83,13 @@ def choose_forms(directory: Path, model: ModelDescription, config: Config) -> We
         return PLAIN
     if found.method == "gguf":
         kinds = {name: tensor.type for name, tensor in read_index(directory).tensors.items()}
-        # A tensor that is not there is an error at load.
+        # A missing tensor is an error at load.
         return WeightForms("weights as the GGUF file has them", lambda weight: gguf_form(kinds.get(weight.name, "")))
     return _projections(f"in {found.method}", lambda size: packed_form(found, size))
 
 
 def _projections(how: str, form_of: Callable[[int], HeldForm | None]) -> WeightForms:
-    """Return forms of projections alone, by their numbers of inputs: embedding and head are left plain."""
+    """Return forms for projections, by their number of inputs; embedding and head stay plain."""
 
     def form_of_weight(weight: Weight) -> HeldForm | None:
         return form_of(weight.num_inputs) if weight.kind == "projection" else None
@@ -97,7 +100,7 @@ def _projections(how: str, form_of: Callable[[int], HeldForm | None]) -> WeightF
 def native_footprint(
     config: ModelConfig, backend: Backend, parallel: TensorParallel = ALONE, forms: WeightForms = PLAIN
 ) -> Footprint:
-    """Count a model of `executor.models`. Raises ValueError if it cannot be divided among that many ranks."""
+    """Count a model of `executor.models`. Raises ValueError if it cannot be divided among the ranks."""
     model = Decoder(config, torch.empty(0, device="meta"), backend, parallel)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     num_parameters = sum(size for name, size in sizes.items() if name not in model.tied)
@@ -105,7 +108,7 @@ def native_footprint(
 
 
 def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms = PLAIN) -> dict[int, Footprint]:
-    """Return what the first rank holds, for each number of ranks among which the model can be divided."""
+    """Return what the first rank holds, for each possible number of ranks."""
     found = {}
     for world_size in range(1, min(config.num_heads, MOST_RANKS) + 1):
         try:
@@ -116,7 +119,7 @@ def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms 
 
 
 def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> Footprint:
-    """Count a model of `executor.models.borrowed`, which is not divided."""
+    """Count a model of `executor.models.borrowed`; such a model cannot be divided."""
     from octavo.executor.models.borrowed import BorrowedConfig
     from octavo.executor.models.borrowed.decoder import is_product, may_choose_experts
 
@@ -162,7 +165,7 @@ def _kind(layer: WeightModule, is_tied: bool) -> Kind:
 def _footprint(
     num_parameters: int, num_held: int, weights: Iterable[Weight], forms: WeightForms, kv_shapes: list[KVShape]
 ) -> Footprint:
-    """Return the Footprint of `num_held` numbers in all, those of `weights` included."""
+    """Return the Footprint of `num_held` numbers in all; `weights` are some of them."""
     num_plain, num_products, num_quantized, quantized_bits = num_held, 0, 0, 0.0
     for weight in weights:
         form, size = forms.form_of(weight), weight.num_outputs * weight.num_inputs
@@ -171,7 +174,7 @@ def _footprint(
         num_plain -= size
         if form is None:
             num_products += size
-        elif weight.kind != "tied head":  # which shares the codes of the embedding
+        elif weight.kind != "tied head":  # a tied head shares the codes of the embedding
             if weight.shard.dim == 1:
                 whole_groups(weight.shard, form.group_size)
             num_quantized += size

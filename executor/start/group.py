@@ -12,8 +12,8 @@ from torch import distributed
 from octavo.executor.parallel import ALONE, GroupLostError, TensorParallel
 from octavo.protocol.config import Config
 
-# Between two signs of life. A peer whose connection closes is noticed at once; this is for one that loads for long, or
-# whose machine is gone without a word.
+# The longest silence of a peer. A closed connection is noticed at once; this bound is for a peer that loads for long,
+# and for a machine that vanished.
 TIMEOUT = timedelta(minutes=30)
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 
@@ -21,14 +21,14 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 def join_group(config: Config, device: torch.device) -> TensorParallel:
     """Return this process's place in its group once all ranks are there.
 
-    Raises GroupLostError if they cannot meet, ValueError if they are not told where.
+    Raises GroupLostError if they cannot meet, ValueError if no address is set.
     """
     if config.tensor_parallel_size == 1:
         return ALONE
     if not config.distributed_address:
         raise ValueError("tensor_parallel_size needs distributed_address: where the ranks meet, tcp://HOST:PORT")
     if is_local(config):
-        # A machine's own name need not lead to an address of it.
+        # gloo would look up the machine's own name, which may not resolve to an address of the machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
     try:
         distributed.init_process_group(
@@ -44,18 +44,18 @@ def join_group(config: Config, device: torch.device) -> TensorParallel:
 
 
 def is_local(config: Config) -> bool:
-    """Return whether all ranks are on this machine, and share its cores and memory."""
+    """Return whether all ranks run on this machine and share its cores and memory."""
     address = urlsplit(config.distributed_address)
     return address.scheme != "tcp" or address.hostname in LOOPBACK_HOSTS
 
 
 def num_local_ranks(config: Config) -> int:
-    """Return how many ranks share this machine; those of a group on several machines count as one on each."""
+    """Return how many ranks share this machine: all, or one if the group spans several machines."""
     return config.tensor_parallel_size if is_local(config) else 1
 
 
 def own_device(config: Config, device: torch.device) -> torch.device:
-    """Return the device of this rank: on GPUs, the one of its number. Raises ValueError if there are not enough."""
+    """Return this rank's device: GPU number `rank`. Raises ValueError if there are too few GPUs."""
     if device.type == "cpu" or config.tensor_parallel_size == 1:
         return device
     num_devices = torch.cuda.device_count()
@@ -67,10 +67,13 @@ def own_device(config: Config, device: torch.device) -> torch.device:
 
 
 def check_agreement(parallel: TensorParallel, *settings: object) -> None:
-    """Raise ValueError if a rank was started with another model or other `settings` than the rest."""
+    """Raise ValueError if the ranks were started with different models or `settings`."""
     digest = hashlib.sha256(repr(settings).encode()).digest()
     number = int.from_bytes(digest[:7], "little")
-    least, most = parallel.least(number), -parallel.least(-number)  # a rank that left early would leave others waiting
+    least, most = (
+        parallel.least(number),
+        -parallel.least(-number),
+    )  # both calls on every rank, or one would wait for ever
     if least != most:
         raise ValueError("the ranks of this executor were started with different models or settings")
 

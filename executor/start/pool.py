@@ -10,8 +10,8 @@ from octavo.executor.machine.cgroups import ROOT
 from octavo.executor.machine.memory import free_device_bytes, total_bytes, usable_bytes
 from octavo.protocol.config import Config
 
-# Of what this process may still use once the weights are there. The rest is for activations, logits, the other
-# processes and the system's page cache.
+# The pool's share of the memory that this process may still use after the weights are loaded. Activations, logits, the
+# other processes and the system's page cache need the rest.
 CPU_SHARE = 0.4
 
 
@@ -34,12 +34,12 @@ def size_pool(
     activation_bytes: int = 0,
     num_sharing: int = 1,
 ) -> PoolSize:
-    """Return how large the KV pool is to be.
+    """Return the size of the KV pool.
 
-    That is `kv_cache_memory_bytes` if it is set. Otherwise it is a share of memory, but no more than `max_num_seqs`
-    sequences of `max_model_len` tokens fill: on a GPU what `gpu_memory_utilization` leaves, on the CPU 40 % of what
-    this process may still use, which `num_sharing` executors divide; either less `activation_bytes`. Raises ValueError
-    if not even one sequence of `max_model_len` tokens fits.
+    `kv_cache_memory_bytes` is the size if it is set. Otherwise the pool takes a share of memory, less
+    `activation_bytes`: on a GPU, the part of `gpu_memory_utilization` that is still free; on the CPU, 40 % of the
+    memory that this process may still use, divided by `num_sharing` executors. The pool is never larger than
+    `max_num_seqs` sequences of `max_model_len` tokens. Raises ValueError if one such sequence does not fit.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:
@@ -47,8 +47,8 @@ def size_pool(
         has_bytes = total_bytes(device, root)
         if 0 < has_bytes < room_bytes:
             raise ValueError(
-                f"--kv-cache-memory-bytes is {room_bytes / 2**30:.1f} GiB, more than the {has_bytes / 2**30:.1f} GiB of"
-                " memory that there are: set it to less, or leave it out"
+                f"--kv-cache-memory-bytes is {room_bytes / 2**30:.1f} GiB, but the machine has only"
+                f" {has_bytes / 2**30:.1f} GiB of memory: set it to less, or leave it out"
             )
     else:
         share_bytes = (
@@ -79,7 +79,7 @@ def _no_room(needed_bytes: int, room_bytes: int, max_model_len: int, longest: in
 
 
 def _more_room(config: Config, device: torch.device) -> str:
-    """Return what else makes room for the KV cache, which is not the same everywhere, as the end of a sentence."""
+    """Return, as the end of a sentence, what else makes room for the KV cache on this device."""
     if config.kv_cache_memory_bytes is not None:
         return ""
     if device.type == "cuda":
@@ -93,7 +93,7 @@ def _more_room(config: Config, device: torch.device) -> str:
 def refuse_too_large(
     config: Config, weight_bytes: int, device: torch.device, root: Path = ROOT, *, num_sharing: int = 1
 ) -> None:
-    """Raise ValueError if weights of so many bytes, of this rank, cannot be held, before minutes of loading."""
+    """Raise ValueError, before minutes of loading, if this rank's weights of `weight_bytes` do not fit."""
     if device.type == "cuda":
         free_bytes = free_device_bytes(device, config.gpu_memory_utilization)
         where = f"of the GPU's memory by --gpu-memory-utilization {config.gpu_memory_utilization}"
@@ -101,7 +101,7 @@ def refuse_too_large(
         try:
             free_bytes, where = usable_bytes(root) // num_sharing, "of this machine's memory"
         except ValueError:
-            return  # `size_pool` says so, where it has to know
+            return  # `size_pool` refuses if it needs to know
     if weight_bytes > free_bytes:
         raise ValueError(
             f"the weights take {weight_bytes / 2**30:.1f} GiB, and {free_bytes / 2**30:.1f} GiB {where} are free: free"

@@ -11,7 +11,7 @@ from octavo.executor.start.warm_up import compile_kernels
 
 
 def main() -> int:
-    """Fill the user's cache for this CPU; the kernels of another dtype are left to its first start. Return 0."""
+    """Fill the user's cache for this CPU. Kernels of another dtype are compiled when it is first used. Return 0."""
     backend = choose_backend(next(iter(available_backends()))).backend
     product = backend.pack_linear(torch.zeros(32, 32, dtype=torch.bfloat16))
     has_program = backend.program_of([product]) is not None

@@ -36,7 +36,7 @@ from octavo.protocol.sockets import new_identity
 
 logger = logging.getLogger(__name__)
 
-# What an operator can do something about: a setting, a file, memory.
+# Failures that an operator can mend: a setting, a file, memory.
 START_FAILURES = (ValueError, OSError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -61,7 +61,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     """Return the executor of a model directory.
 
     Raises ValueError, for the operator, if it cannot start, and GroupLostError if another rank ends meanwhile.
-    `heart` is to beat with every layer of a step.
+    `heart` beats with every layer of a step.
     """
     chosen = choose_backend(config.attention_backend)
     plan, kv_dtype = configure(config, chosen)
@@ -120,7 +120,7 @@ def make_kv_pool(config: Config, plan: LoadPlan, loaded: Loaded, kv_dtype: torch
 
 
 def compile_kernels(plan: LoadPlan, loaded: Loaded) -> None:
-    """Compile the kernels that the model's steps call and that no step would compile on its way."""
+    """Compile the kernels that the model's steps call, unless the first steps compile them."""
     compilation = plan.backend.compilation_for(plan.dtype, loaded.model.products, loaded.has_program)
     if compilation.calls:
         with stage("kernels"):
@@ -174,7 +174,10 @@ def make_runner(
     device: Device,
     parallel: TensorParallel = ALONE,
 ) -> ModelRunner:
-    """Return a runner whose KV pool takes what the largest step leaves. Raises ValueError if that is too little."""
+    """Return a runner whose KV pool fills the memory that the largest step leaves free.
+
+    Raises ValueError if too little memory is left.
+    """
     shapes: list[KVShape] = model.kv_shapes
 
     def runner_of(num_blocks: int) -> ModelRunner:

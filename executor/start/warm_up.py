@@ -1,4 +1,4 @@
-"""What is done once, before the first request: kernels compiled, steps that no scheduler planned, graphs recorded."""
+"""Work before the first request: kernels are compiled, trial steps run, CUDA graphs are recorded."""
 
 import logging
 import time
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = 8
 FIRST_START = "compiling kernels, as a first start does: about half a minute"
-SLOW_COMPILE_S = 2.0  # a kernel that takes longer was not in the user's cache
+SLOW_COMPILE_S = 2.0  # a kernel that takes longer was missing in the user's cache
 
 
 def compile_in_turn(compilation: Compilation, parallel: TensorParallel) -> None:
-    """Let rank 0 fill the user's cache before the others read it, so that not all of them compile the same kernels."""
+    """Let rank 0 fill the user's cache before the other ranks read it: each kernel is compiled once."""
     if parallel.rank > 0:
         parallel.wait()
     compile_kernels(compilation)
@@ -32,22 +32,22 @@ def compile_in_turn(compilation: Compilation, parallel: TensorParallel) -> None:
 
 
 def compile_kernels(compilation: Compilation) -> None:
-    """Make the calls of the compilation, with a bar if stderr is a terminal."""
-    was_said = compilation.is_first
-    if was_said:
+    """Make the calls of the compilation; show a progress bar if stderr is a terminal."""
+    is_logged = compilation.is_first
+    if is_logged:
         logger.info(FIRST_START)
     with tqdm(compilation.calls, desc="kernels", unit=" kernels", disable=None, leave=False) as calls:
         for name, compile_kernel in calls:
             started_s = time.monotonic()
             compile_kernel()
             calls.set_postfix_str(name)
-            if time.monotonic() - started_s > SLOW_COMPILE_S and not was_said:
+            if time.monotonic() - started_s > SLOW_COMPILE_S and not is_logged:
                 logger.info(FIRST_START)
-                was_said = True
+                is_logged = True
 
 
 def warm_up(runner: ModelRunner, max_model_len: int) -> None:
-    """Run one small prompt and one decode step, so that kernels are compiled and pages touched before any request."""
+    """Run one small prompt and one decode step: kernels are compiled and memory pages touched before any request."""
     num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 1))
     prompt, blocks = bytes(4 * num_tokens), pack_ids(range(-(-(num_tokens + 1) // runner.block_size)))
     sampling = Sampling(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
@@ -58,9 +58,9 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
 
 
 def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -> None:
-    """Record the runner's decode steps, with a bar if it is a terminal; this compiles what is left to be compiled.
+    """Record the runner's decode steps; show a progress bar if stderr is a terminal. This compiles the last kernels.
 
-    A model whose code (of transformers, or a checkpoint's own) asks for values on the way goes without.
+    A model goes without graphs if its code (transformers', or a checkpoint's own) reads values during a step.
     """
     widths = table_widths(max_model_len, runner.block_size)
 
@@ -69,7 +69,9 @@ def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -
 
     graphs = DecodeGraphs(run, runner.device, batch_sizes(max_num_seqs), widths)
     if not graphs.can_be_recorded():
-        logger.warning("no CUDA graphs: this model's code waits for the device in each step; it is launched as it is")
+        logger.warning(
+            "no CUDA graphs: this model's code waits for the device in each step; steps are launched without graphs"
+        )
         return
     with tqdm(graphs.capture(), "CUDA graphs", len(graphs), unit=" graphs", disable=None, leave=False) as captured:
         for num_seqs, table_blocks in captured:
@@ -78,7 +80,7 @@ def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -
 
 
 def largest_step(config: Config, max_model_len: int) -> Step:
-    """Return a step as large as a scheduler may plan; all of it lies in block 0, so that its results are of no use."""
+    """Return the largest step that a scheduler may plan. All its sequences share block 0: its results are useless."""
     num_seqs = config.max_num_seqs
     length, num_longer = divmod(config.max_num_batched_tokens, num_seqs)
     sampling = Sampling(max_tokens=1, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)

@@ -1,6 +1,6 @@
-"""What the sampler must know of a step's rows, as columns: arrays on the host, then tensors on the device.
+"""The sampling parameters of a step's rows, as columns: arrays on the host, then tensors on the device.
 
-What changes their logits before a token is chosen is in `executor.step.edits`.
+`executor.step.edits` has the parameters that change logits before a token is chosen.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from octavo.protocol.sampling import Sampling
 # R rows
 
 GREEDY_BELOW = 1e-5  # temperature; vLLM's border
-LEAST_TOP_P = 1e-200  # less keeps the likeliest token as well, but its product with a mass could be 0
+LEAST_TOP_P = 1e-200  # a smaller top_p also keeps only the likeliest token, but its product with a mass could be 0
 SEED_BITS = (1 << 64) - 1
 
 Array = TypeVar("Array", Tensor, np.ndarray)
@@ -41,10 +41,10 @@ class Wanted(NamedTuple, Generic[Array]):
 
 
 class Columns(NamedTuple, Generic[Array]):
-    """All of them; None is what no row has.
+    """All columns; None stands for a group that has no rows.
 
-    The rows that are not drawn are greedy. `num_alternatives` is the most that any row wants beside its token's log
-    probability.
+    Rows that are not drawn are greedy. `num_alternatives` is the largest number that a row wants beside its token's
+    log probability.
     """
 
     draws: Draws[Array] | None
@@ -53,7 +53,7 @@ class Columns(NamedTuple, Generic[Array]):
 
 
 def to_device(columns: Columns[np.ndarray], upload: Callable[[Sequence[np.ndarray]], list[Tensor]]) -> Columns[Tensor]:
-    """Return the columns on a device, to which all their arrays go together."""
+    """Return the columns on a device; one upload takes all arrays."""
     draws, wanted, num_alternatives = columns
     groups = [group for group in (draws, wanted) if group is not None]
     tensors = iter(upload([array for group in groups for array in group]))

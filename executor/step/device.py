@@ -1,7 +1,7 @@
-"""How values get to the device that computes and back, and whether it computes at once or later.
+"""How values get to the computing device and back, and whether the device computes at once or later.
 
-A CPU does a call before it returns. A GPU is handed work that it does later, in order (in one stream): between its
-steps the host may neither look at a value nor wait for a copy, or the device would idle until the host has caught up.
+A CPU computes before a call returns. A GPU queues work and does it later, in order (in one stream). Between a GPU's
+steps the host must neither read a value nor wait for a copy: the device would idle until the host has caught up.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,21 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 16  # of each array among those that travel together
+ALIGNMENT_BYTES = 16  # of each array in one upload
 
 
 class Download(Protocol):
     """Values on their way to the host."""
 
     def is_done(self) -> bool:
-        """Return whether they are there."""
+        """Return whether the values have arrived."""
 
     def wait(self) -> list[np.ndarray]:
-        """Return them, once they are there. Raises what the device raised while it computed them."""
+        """Return the values once they have arrived. Raises the error of the device's computation."""
 
 
 class Captured(NamedTuple):
-    """Work that was recorded: `replay` does it again, on the same memory."""
+    """Recorded work: `replay` does it again, on the same memory."""
 
     replay: Callable[[], None]
 
@@ -34,29 +34,29 @@ class Device(Protocol):
     """Where the model's tensors are."""
 
     torch_device: torch.device
-    is_lazy: bool  # what was called may not be done yet: a look at a value would wait for it
+    is_lazy: bool  # a call may return before its work is done; reading a value then waits
 
     def upload(self, arrays: Sequence[np.ndarray], into: Tensor | None = None) -> list[Tensor]:
-        """Return the arrays as tensors on the device; they may be changed once this returns.
+        """Return the arrays as tensors on the device. The caller may change the arrays after this call.
 
-        `into` is memory of the device (uint8) that they are to lie in, side by side as `place` says.
+        `into` is memory of the device (uint8) that takes them, side by side as `place` says.
         """
 
     def download(self, tensors: Sequence[Tensor]) -> Download:
-        """Begin to copy tensors to the host, as they are now."""
+        """Begin to copy the tensors' present values to the host."""
 
     def capture(self, run: Callable[[], None]) -> Captured:
-        """Record what `run` has the device do. It has run before, so that nothing is left to be compiled."""
+        """Record the device's work for `run`. The caller has called `run` before, so its kernels are compiled."""
 
     def waits(self, run: Callable[[], object]) -> bool:
-        """Do `run` and return whether it waits for the device on its way, which cannot be recorded; it ends there."""
+        """Call `run`; return whether it waits for the device, which cannot be recorded. `run` is broken off there."""
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
-        """Return the device memory that `run` takes for a while; 0 where the host's memory is not measured."""
+        """Return how much device memory `run` takes for a while; 0 on the host, whose memory is not measured."""
 
 
 class Arrived(NamedTuple):
-    """A Download that was done at once."""
+    """A Download that needs no time."""
 
     arrays: list[np.ndarray]
 
@@ -84,7 +84,7 @@ class CpuDevice:
         return Arrived([tensor.numpy() for tensor in tensors])
 
     def capture(self, run: Callable[[], None]) -> Captured:
-        return Captured(run)  # a CPU has nothing to gain from a recording
+        return Captured(run)  # a recording gains nothing on a CPU
 
     def waits(self, run: Callable[[], object]) -> bool:
         run()
@@ -119,7 +119,7 @@ class CudaDevice:
         self._graph_pool = torch.cuda.graph_pool_handle()
 
     def upload(self, arrays: Sequence[np.ndarray], into: Tensor | None = None) -> list[Tensor]:
-        # torch's allocator of pinned memory gives the staging buffer to nobody else before the copy is done.
+        # torch's allocator of pinned memory does not reuse the staging buffer before the copy is done.
         staged = stage(arrays, is_pinned=True)
         buffer = torch.empty_like(staged, device=self.torch_device) if into is None else into[: len(staged)]
         buffer.copy_(staged, non_blocking=True)
@@ -155,17 +155,17 @@ class CudaDevice:
         run()
         torch.cuda.synchronize(self.torch_device)
         peak = torch.cuda.max_memory_allocated(self.torch_device)
-        torch.cuda.empty_cache()  # so that what is free afterwards is what the pool can have
+        torch.cuda.empty_cache()  # so that the pool can have all memory that is free afterwards
         return peak - before
 
 
 def device_of(torch_device: torch.device) -> Device:
-    """Return the Device for where a model's tensors are."""
+    """Return the Device that holds a model's tensors."""
     return CudaDevice(torch_device) if torch_device.type == "cuda" else CpuDevice()
 
 
 def place(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """Return the offset of each array among all of them side by side, and the bytes of all."""
+    """Return the offset of each array if all lie side by side, and the number of bytes of all."""
     offsets, end = [], 0
     for array in arrays:
         offsets.append(end)
@@ -174,7 +174,7 @@ def place(arrays: Sequence[np.ndarray]) -> tuple[list[int], int]:
 
 
 def stage(arrays: Sequence[np.ndarray], *, is_pinned: bool) -> Tensor:
-    """Return host memory (uint8) that holds the arrays side by side, so that one copy takes them all."""
+    """Return host memory (uint8) with the arrays side by side, so that one copy takes them all."""
     offsets, num_bytes = place(arrays)
     staged = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     for offset, array in zip(offsets, arrays, strict=True):

@@ -1,9 +1,9 @@
-"""What the parameters of a step's rows change of their logits, on the device, as `Backend.edit_logits` takes it.
+"""How sampling parameters change the logits of a step's rows, on the device, as `Backend.edit_logits` takes it.
 
-The entries of all rows lie joined on the device and stay there. A step brings where those of each row are, and of each
-row with penalties the one that the token sampled last has changed: so its work on the host does not grow with the
+The entries of all rows lie joined on the device and stay there. A step uploads where each row's entries lie and, for
+each row with penalties, the entry that the last sampled token changed. So the host's work does not grow with the
 biases, stop ids and distinct tokens of a sequence. Entries are joined anew when other sequences sample than in the step
-before, or when one has no room left.
+before, or when a sequence has no room left.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Edits(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a sequence's entries lie: what min_tokens forbids, then biases, then counted tokens with room for more."""
+    """Where a sequence's entries lie: ids that min_tokens forbids, then biases, then counted tokens and spare room."""
 
     sequence: SequenceState
     forbidden: int
@@ -42,14 +42,14 @@ class Place(NamedTuple):
     limit: int
 
     def bounds(self) -> tuple[int, int, int, int]:
-        """Return where each kind begins now, and the end."""
+        """Return where each kind of entry begins, and where the last kind ends."""
         seq = self.sequence
         forbidden = self.forbidden if seq.forbids_stop_ids else self.biased
         return forbidden, self.biased, self.counted, self.counted + (seq.counts.size if seq.counts else 0)
 
 
 class JoinedEdits:
-    """The edits of the sequences that a step samples for. A sequence samples one token a step."""
+    """The edits of the sequences for which a step samples. A sequence samples one token a step."""
 
     def __init__(self, upload: Upload) -> None:
         self._upload = upload
@@ -57,7 +57,7 @@ class JoinedEdits:
         self._on_device: list[Tensor] = []  # penalties_R3, token_id_N and value_N of these places
 
     def of(self, sequences: Sequence[SequenceState]) -> Edits | None:
-        """Return the edits of rows that sample the next token of these sequences; None if there are none."""
+        """Return the edits of rows that sample the next token of these sequences; None if no sequence has any."""
         rows = [row for row, seq in enumerate(sequences) if seq.has_edits]
         if not rows:
             self._places, self._on_device = [], []
@@ -74,7 +74,7 @@ class JoinedEdits:
         return Edits(row_R, bounds_R4, penalties_R3, token_id_N, value_N)
 
     def _are_joined(self, edited: Sequence[SequenceState]) -> bool:
-        """Return whether the last step had these sequences, and each has room for its tokens."""
+        """Return whether the last step had the same sequences, and each still has room."""
         return len(edited) == len(self._places) and all(
             place.sequence is seq and place.bounds()[-1] <= place.limit
             for place, seq in zip(self._places, edited, strict=True)
@@ -89,7 +89,7 @@ class JoinedEdits:
         self._on_device = self._upload([penalties_R3, token_id_N, value_N])
 
     def _last_counted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the entry of the token that each sequence counted last: where it lies, the token, and its count."""
+        """Return, for each sequence, the place, the id and the count of the token that it counted last."""
         last = [(place.counted, seq.counts.last()) for place in self._places if (seq := place.sequence).counts]
         return (
             np.array([counted + slot for counted, (slot, _, _) in last], np.int64),

@@ -1,7 +1,7 @@
-"""Decode steps as CUDA graphs: what the host would launch kernel by kernel is recorded once and launched as one.
+"""Decode steps as CUDA graphs: a step's kernels are recorded once and launched together.
 
-A graph has fixed shapes and fixed addresses. So one is recorded for each of a few batch sizes and widths of the block
-table, over static inputs; a step is padded to the next of them, and what comes out for the padding is dropped.
+A graph has fixed shapes and fixed addresses. So one graph is recorded for each of a few batch sizes and widths of the
+block table, over static inputs. A step is padded to the next size and width; the padding's results are dropped.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from octavo.executor.step.packing import StepArrays, pad
 
 # T tokens of this step, S sequences, M blocks of a block table, E hidden size
 
-MAX_GRAPH_SEQS = 512  # beyond, the device has enough to do that the host keeps ahead of it
+MAX_GRAPH_SEQS = 512  # a larger batch keeps the device busy enough for the host to stay ahead
 FIRST_TABLE_TOKENS = 2048  # of the narrowest block table
 TABLE_GROWTH = 4
 
@@ -33,7 +33,7 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def table_widths(max_model_len: int, block_size: int) -> list[int]:
-    """Return the widths of block tables to record: attention's work is cut up for the longest sequence that fits."""
+    """Return the widths of block tables to record. A graph divides attention's work for the longest that fits."""
     largest = -(-max_model_len // block_size)
     widths, width = [], -(-FIRST_TABLE_TOKENS // block_size)
     while width < largest:
@@ -43,7 +43,7 @@ def table_widths(max_model_len: int, block_size: int) -> list[int]:
 
 
 def at_least(choices: Sequence[int], needed: int) -> int | None:
-    """Return the least of the ascending choices that is not below `needed`."""
+    """Return the least of the ascending choices that is at least `needed`."""
     index = bisect_left(choices, needed)
     return choices[index] if index < len(choices) else None
 
@@ -67,12 +67,12 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def can_be_recorded(self) -> bool:
-        """Do a step of padding and return whether a model's code leaves it all to the device."""
+        """Do a step of padding; return whether the model's code never waits for the device."""
         inputs = self._padded_inputs(self._sizes[0], self._widths[0])
         return not self._device.waits(lambda: self._run(inputs))
 
     def capture(self) -> Iterator[Key]:
-        """Record every graph, yielding each one's size and width; the largest first, whose memory the others share."""
+        """Record every graph and yield its size and width. The largest comes first: the others share its memory."""
         for size in reversed(self._sizes):
             for width in reversed(self._widths):
                 self._capture(size, width)
@@ -84,18 +84,18 @@ class DecodeGraphs:
         return None if size is None or width is None or (size, width) not in self._graphs else (size, width)
 
     def load(self, key: Key, arrays: StepArrays) -> StepInputs:
-        """Return the graph's own inputs, with a decode step in them.
+        """Copy a decode step into the graph's inputs, and return them.
 
-        The copy is queued behind the last step, which therefore still reads its own.
+        The copy is queued behind the last step, which still reads its own inputs.
         """
         self._device.upload(pad(arrays, *key), self._memory)
         return self._graphs[key][0]
 
     def replay(self, key: Key, num_seqs: int) -> Tensor:
-        """Return hidden_SE of what was loaded.
+        """Return hidden_SE of the loaded step.
 
-        It lies in memory that the next replay overwrites. That is queued behind all that was launched before it: what
-        reads these rows on the device is launched before the next step is.
+        The next replay overwrites this memory. The replay is queued behind everything that was launched before it, and
+        the sampler, which reads these rows, is launched before the next step.
         """
         self._graphs[key][1].replay()
         return self._hidden_SE[:num_seqs]
@@ -103,7 +103,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, size: int, width: int) -> None:
         inputs = self._padded_inputs(size, width)
-        hidden_SE = self._run(inputs)  # compiles what is to be compiled; a graph cannot record that
+        hidden_SE = self._run(inputs)  # compiles the kernels, which a graph cannot record
         if not self._graphs:
             self._hidden_SE = torch.empty_like(hidden_SE)
 
@@ -117,7 +117,7 @@ class DecodeGraphs:
 
 
 def _padding(size: int, width: int) -> StepArrays:
-    """Return a step of nothing but padding."""
+    """Return a step of padding alone."""
     nothing = np.zeros(0, np.int64), np.zeros(0, np.int32)
     no_tables = np.zeros((0, width), np.int32)
     return pad(StepArrays(nothing[0], nothing[0], nothing[0], nothing[1], nothing[1], no_tables), size, width)

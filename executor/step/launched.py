@@ -1,4 +1,4 @@
-"""A step that the device was given: its results, once they are on the host."""
+"""A launched step, and its results once they are on the host."""
 
 import logging
 import math
@@ -20,17 +20,17 @@ class PromptSlice(NamedTuple):
     """Log probabilities of some of a prompt's tokens, on the device."""
 
     logprobs: TokenLogprobs[Tensor]
-    largest_R: Tensor  # float32: not finite where the logits were not
+    largest_R: Tensor  # float32; not finite if a logit is not
 
 
 class StepOutputs(NamedTuple):
-    """What a step's shares give, on the device."""
+    """The outputs of a step's shares, on the device."""
 
     sampled: Sampled | None  # of the shares that sample
     prompt_slices: list[list[PromptSlice]]  # of each share
 
     def tensors(self) -> list[Tensor]:
-        """Return all of it in one order: that in which `Launched` reads."""
+        """Return all tensors, in the order in which `Launched` reads them."""
         sampled = [*self.sampled[:2], *(self.sampled.logprobs or ())] if self.sampled else []
         return sampled + [
             tensor for part in self.prompt_slices for logprobs, largest in part for tensor in (largest, *logprobs)
@@ -38,7 +38,7 @@ class StepOutputs(NamedTuple):
 
 
 class Launched:
-    """One step in flight. Its sequences' states learn their new tokens when it is waited for."""
+    """One step in flight. `wait` tells the states of its sequences their new tokens."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Launched:
         device: Device,
         previous: "Launched | None",
     ) -> None:
-        """`previous` is the step before, if nobody has waited for it yet: states learn their tokens in order."""
+        """`previous` is the step before, if it has not been waited for: states learn their tokens in order."""
         self.token_ids_S = outputs.sampled.token_ids_S if outputs.sampled else None  # on the device
         self.previous = previous
         self._step = step
@@ -59,15 +59,15 @@ class Launched:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether it has been waited for."""
+        """Return whether the step has been waited for."""
         return self._result is not None
 
     def is_done(self) -> bool:
-        """Return whether `wait` would not wait."""
+        """Return whether `wait` would return at once."""
         return self.is_settled or self._download.is_done()
 
     def wait(self) -> StepResult:
-        """Return the results, again if it is asked again. Raises what the device raised."""
+        """Return the results; a second call returns the same. Raises the error of the device."""
         if self._result is None:
             if self.previous is not None:
                 self.previous.wait()
@@ -88,13 +88,13 @@ class Launched:
         return StepResult(step.scheduler_incarnation, step.executor_incarnation, step.step_id, results)
 
     def _read_sampled(self, arrays: Iterator[np.ndarray]) -> Iterator[tuple[list[int], Logprobs | None]]:
-        """Return the token of each share that samples, and its log probabilities where they are wanted."""
+        """Return the token of each share that samples, and its log probabilities if the share wants them."""
         if self._outputs.sampled is None:
             return iter(())
         token_ids = [[token_id] for token_id in next(arrays).tolist()]
         _warn_of_bad(next(arrays))
         wanted = [share.state.sampling.num_logprobs for share in self._shares if share.sample]
-        if self._outputs.sampled.logprobs is None:  # nobody wants them, or another rank has them
+        if self._outputs.sampled.logprobs is None:  # no share wants them, or another rank has them
             return ((token_id, None) for token_id in token_ids)
         values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
         entries = iter(pack_logprobs(values, [k for k in wanted if k is not None]))

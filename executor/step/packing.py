@@ -1,4 +1,4 @@
-"""From the shares of a step to arrays: all tokens of all sequences in one row, without padding."""
+"""Turns the shares of a step into arrays: all tokens of all sequences in one row, without padding."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -15,17 +15,17 @@ PADDING_SLOT = -1  # its key and value are not stored
 
 
 class ShareInputs(NamedTuple):
-    """One sequence's part of a step: `token_ids` from the first token that is not computed on."""
+    """One sequence's part of a step. `token_ids` begin at the first token that is not computed yet."""
 
     state: SequenceState
     token_ids: bytes  # int32
     block_table: bytes  # int32
     sample: bool
-    pending_row: int | None = None  # where, among what the last step sampled, its one token lies
+    pending_row: int | None = None  # the row of the share's one token among the last step's samples
 
     @classmethod
     def of(cls, step: SequenceStep, state: SequenceState) -> "ShareInputs | None":
-        """Return the share that `step` asks for, or None if it does not continue `state`."""
+        """Return the share that `step` asks for; None if `step` does not continue `state`."""
         token_ids = state.share_token_ids(step)
         if token_ids is None:
             return None
@@ -49,13 +49,13 @@ class StepArrays(NamedTuple):
 
 
 def pack(shares: Sequence[ShareInputs], block_size: int, num_blocks: int) -> StepArrays:
-    """Return the arrays of one step's shares; PENDING stands for tokens that only the device knows.
+    """Return the arrays of one step's shares. PENDING stands for a token that only the device knows.
 
-    Raises ValueError for a block table that is too short or names a block that is not there: a write through it would
-    land in another sequence.
+    Raises ValueError if a block table is too short or names a block outside the pool: a write through it would land in
+    another sequence.
     """
-    # NumPy's arithmetic is avoided: between steps the weights push its code out of the caches, and its first use then
-    # takes as long as all the rest of this does for one sequence.
+    # Python's arithmetic is faster here than NumPy's: each step's weights push NumPy's code out of the CPU's caches, so
+    # its first use takes as long as the rest of this function takes for one sequence.
     lengths = [share.num_tokens for share in shares]
     seq_lens = [share.state.num_computed_tokens + length for share, length in zip(shares, lengths, strict=True)]
     block_tables_SM = _block_tables(shares, [-(-seq_len // block_size) for seq_len in seq_lens], num_blocks)
@@ -74,7 +74,7 @@ def pack(shares: Sequence[ShareInputs], block_size: int, num_blocks: int) -> Ste
 def pad(arrays: StepArrays, num_seqs: int, num_table_blocks: int) -> StepArrays:
     """Return a decode step of `num_seqs` sequences with block tables of `num_table_blocks`.
 
-    A sequence that is padding has one token, which sees block 0 and is stored nowhere.
+    A padding sequence has one token; the token sees block 0 and is stored nowhere.
     """
     num_more = num_seqs - len(arrays.seq_lens_S)
     width = arrays.block_tables_SM.shape[1]
@@ -89,7 +89,7 @@ def pad(arrays: StepArrays, num_seqs: int, num_table_blocks: int) -> StepArrays:
 
 
 def pending_rows(shares: Sequence[ShareInputs]) -> tuple[np.ndarray, np.ndarray]:
-    """Return which tokens of the step are pending, and their rows among what the last step sampled, int64."""
+    """Return the pending tokens of the step, and their rows among the last step's samples, int64."""
     tokens, rows, end = [], [], 0
     for share in shares:
         end += share.num_tokens
@@ -100,14 +100,14 @@ def pending_rows(shares: Sequence[ShareInputs]) -> tuple[np.ndarray, np.ndarray]
 
 
 def _block_tables(shares: Sequence[ShareInputs], needed: Sequence[int], num_blocks: int) -> np.ndarray:
-    """Return the blocks that the step reaches, as many as are `needed` of each share, padded with 0."""
+    """Return the first `needed` blocks of each share, which the step reaches, padded with 0."""
     for share, num_needed in zip(shares, needed, strict=True):
         if len(share.block_table) < 4 * num_needed:
             raise ValueError(f"a block table has {len(share.block_table) // 4} blocks where {num_needed} are needed")
     width = max(needed)
     rows = [share.block_table[: 4 * n].ljust(4 * width, b"\0") for share, n in zip(shares, needed, strict=True)]
     packed = bytearray().join(rows)
-    block_ids = np.frombuffer(packed, np.uint32)  # as which a negative one is large
+    block_ids = np.frombuffer(packed, np.uint32)  # a negative id becomes a large one
     if block_ids[block_ids.argmax()] >= num_blocks:
         raise ValueError(f"a block table names a block that is not among the {num_blocks} of the pool")
     return np.ndarray((len(shares), width), np.int32, packed)
@@ -116,13 +116,13 @@ def _block_tables(shares: Sequence[ShareInputs], needed: Sequence[int], num_bloc
 def _places(
     shares: Sequence[ShareInputs], seq_lens: Sequence[int], block_tables_SM: np.ndarray, block_size: int
 ) -> tuple[list[int], list[int]]:
-    """Return the positions of all tokens, and the slots of their keys and values: side by side within a block."""
+    """Return the positions of all tokens, and the slots of their keys and values. Slots of a block are adjacent."""
     positions: list[int] = []
     slots: list[int] = []
     for row, (share, end) in enumerate(zip(shares, seq_lens, strict=True)):
         start = share.state.num_computed_tokens
         positions += range(start, end)
-        if start + 1 == end:  # as all are of a decode step
+        if start + 1 == end:  # one token, as in a decode step
             slots.append(block_tables_SM.item(row, start // block_size) * block_size + start % block_size)
             continue
         while start < end:

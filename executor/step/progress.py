@@ -1,4 +1,4 @@
-"""How far the step that runs has come."""
+"""How far the running step has come."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from octavo.protocol.lifeline import Heart
 
 @dataclass(slots=True)
 class StepProgress:
-    """How far the step that runs has come. The main thread writes, the reporter reads: either number may lag.
+    """How far the running step has come. The main thread writes, the reporter reads: either number may lag.
 
-    `heart` beats where there is progress, or nothing to do: not while a device is waited for.
+    `heart` beats when there is progress or nothing to do. It does not beat while a device is waited for.
     """
 
     heart: Heart = field(default_factory=Heart)
@@ -17,6 +17,6 @@ class StepProgress:
     layers_done: int = 0
 
     def count_layers(self, num_layers: int) -> None:
-        """Count more layers, that were done in one call."""
+        """Count layers that were done in one call."""
         self.layers_done += num_layers
         self.heart.beat()

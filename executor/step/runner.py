@@ -1,7 +1,7 @@
 """The ModelRunner: a Step in, its results out. It owns the KV cache and the soft state of sequences.
 
-A step is launched, then waited for. On a GPU the next one can be launched in between: what a sequence sampled last
-goes from one step to the next on the device, and the host learns of it meanwhile.
+A step is launched, then waited for. On a GPU the next step can be launched in between: the last sampled tokens pass
+from one step to the next on the device, and the host learns them meanwhile.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ from octavo.protocol.messages import NeedInit, Step, StepResult
 
 # T tokens of this step, S sequences, E hidden size, V vocabulary, R rows at a time
 
-PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once: they are as wide as the vocabulary
+PROMPT_LOGPROB_ROWS = 64  # positions whose logits exist at once; each row is as wide as the vocabulary
 
 
 class ModelRunner:
-    """Runs steps of one scheduler incarnation, in the order in which they come."""
+    """Runs the steps of one scheduler incarnation, in the order of their arrival."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ModelRunner:
     ) -> None:
         """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks.
 
-        `device` is where they are, if it is to be another than `device_of` says.
+        `device` replaces the Device that `device_of` finds for them.
         """
         self.model = model
         self.kv_caches = kv_caches
@@ -57,7 +57,7 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.parallel = parallel
         self.device = device or device_of(kv_caches[0][0].device)
-        self.graphs: DecodeGraphs | None = None  # of decode steps; without them, each is launched kernel by kernel
+        self.graphs: DecodeGraphs | None = None  # of decode steps; None: steps are launched kernel by kernel
         self._states: dict[int, SequenceState] = {}
         self._edits = JoinedEdits(self.device.upload)
         self._last: Launched | None = None
@@ -68,7 +68,7 @@ class ModelRunner:
         return len(self._states)
 
     def reset(self) -> None:
-        """Drop the soft state of all sequences, and the results of what is in flight."""
+        """Drop the soft state of all sequences, and the results of the steps in flight."""
         self._states.clear()
         self._last = None
 
@@ -79,10 +79,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched | NeedInit:
-        """Begin a step, or say for which sequences it cannot be done: then nothing is computed.
+        """Begin a step. Or return, having computed nothing, the sequences whose state is missing.
 
-        Raises ValueError for a step that contradicts itself: blocks out of range, an `init` that the share does not
-        continue.
+        Raises ValueError for a step that contradicts itself: a block is out of range, or a share does not continue its
+        own `init`.
         """
         self._settle_for(step)
         for seq_id in step.forget:
@@ -108,7 +108,7 @@ class ModelRunner:
         return self.model.forward(inputs, self.kv_caches)
 
     def sample(self, hidden_TE: Tensor, shares: Sequence[ShareInputs]) -> StepOutputs:
-        """Sample where the shares ask for it, and advance the states: a sampled token is pending from here on."""
+        """Sample for the shares that ask for it, and advance the states. A sampled token is pending from here on."""
         ends = list(accumulate(share.num_tokens for share in shares))
         prompt_slices = [
             self._prompt_logprobs(hidden_TE[end - share.num_tokens : end], share)
@@ -126,10 +126,10 @@ class ModelRunner:
         return StepOutputs(sampled, prompt_slices)
 
     def _settle_for(self, step: Step) -> None:
-        """Wait for what the launch of `step` needs on the host.
+        """Wait for the results that the launch of `step` needs on the host.
 
-        That is nothing of the last step, unless penalties are to count what it sampled or the scheduler names it: such
-        a batch waits for it. Of the step before that all is: what is pending is always in the last one.
+        The step before the last must be done: pending tokens are always the last step's. The last step must be done
+        only if penalties count its tokens or the scheduler names one of them.
         """
         if self._last is None:
             return
@@ -140,7 +140,7 @@ class ModelRunner:
             self._last.wait()
 
     def _fill_in_pending(self, inputs: StepInputs, shares: Sequence[ShareInputs]) -> None:
-        """Put what the last step sampled in the place of PENDING."""
+        """Replace PENDING by the tokens that the last step sampled."""
         tokens, rows = pending_rows(shares)
         if len(tokens):
             assert self._last is not None
@@ -149,7 +149,7 @@ class ModelRunner:
             inputs.token_ids_T.index_copy_(0, tokens_N, self._last.token_ids_S.index_select(0, rows_N))
 
     def _take_shares(self, step: Step) -> tuple[list[ShareInputs], list[int]]:
-        """Return the step's shares, and the sequences whose state is unknown or does not fit."""
+        """Return the step's shares, and the sequences whose state is missing or does not fit."""
         shares, missing = [], []
         for part in step.sequences:
             if part.init is not None:
@@ -183,15 +183,15 @@ class ModelRunner:
         return sampled
 
     def _learn(self, num_rows: int) -> Sampled:
-        """Return what rank 0 sampled: its tokens, without their log probabilities, which it alone has."""
+        """Return the tokens that rank 0 sampled. Only rank 0 has their log probabilities."""
         token_ids_S = torch.empty(num_rows, dtype=torch.int32, device=self.device.torch_device)
         largest_S = torch.zeros(num_rows, device=self.device.torch_device)
         return Sampled(self.parallel.broadcast(token_ids_S).long(), largest_S, None)
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: ShareInputs) -> list[PromptSlice]:
-        """Return the log probabilities of the prompt tokens that follow the share's own.
+        """Return the log probabilities of the prompt tokens that the share's tokens predict.
 
-        Position p foretells token p + 1: chunks [a, b) and [b, c) give tokens a + 1 to b and b + 1 to c.
+        Position p predicts token p + 1: chunks [a, b) and [b, c) give tokens a + 1 to b and b + 1 to c.
         """
         state = share.state
         first = state.num_computed_tokens + 1
@@ -201,7 +201,7 @@ class ModelRunner:
         return [part for part in slices if part is not None]
 
     def _prompt_slice(self, hidden_TE: Tensor, targets: np.ndarray, state: SequenceState) -> PromptSlice | None:
-        """Return the log probabilities of `targets`; None on ranks other than 0, which only give their part of them."""
+        """Return the log probabilities of `targets`; None on ranks other than 0, which only compute their part."""
         logits_RV = self.model.compute_logits(hidden_TE[: len(targets)])
         if self.parallel.rank > 0:
             return None
@@ -214,6 +214,6 @@ class ModelRunner:
 
 
 def _graph_key(graphs: DecodeGraphs, arrays: StepArrays) -> tuple[int, int] | None:
-    """Return the graph for a step of one token a sequence, if it has one."""
+    """Return the key of the graph for these arrays; None if a sequence has several tokens or no graph fits."""
     num_seqs, table_blocks = arrays.block_tables_SM.shape
     return graphs.find(num_seqs, table_blocks) if len(arrays.token_ids_T) == num_seqs else None

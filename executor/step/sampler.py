@@ -1,16 +1,16 @@
-"""From logits to tokens. A row's result depends on nothing but the row: not on its neighbours, not on their number.
+"""From logits to tokens. A row's result depends on the row alone, not on its neighbours or their number.
 
 The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; temperature; min_p
-(of the likeliest token); top_k; top_p (of the mass that these left). Then one uniform number picks a token by inverse
-CDF, in the order of token ids. Among equals, the lower token id counts as the likelier.
+(of the likeliest token); top_k; top_p (of the mass that is left). Then one uniform number picks a token by inverse
+CDF, in the order of token ids. Among equal tokens, the lower id counts as the likelier.
 
-What the host knows of the rows becomes columns (`columns.py`) and edits (`edits.py`), which travel to the device; from
-there on nothing waits for a value. Where that costs a CPU more than a look at a value, it is done for a lazy device
-only (see `device.py`), with the same bits.
+The host's parameters become columns (`columns.py`) and edits (`edits.py`), which are uploaded; after that nothing waits
+for a value of the device. Reading a value is sometimes cheaper on a CPU: then a device that is not lazy (`device.py`)
+reads it, with the same bits.
 
-Only operations that treat rows apart are used: torch splits a sum over one row among threads, and may treat the ends
-of a thread's share of an elementwise `exp` differently, but softmax and topk work row by row. Logits that are
-not finite (a broken checkpoint, an overflow) are clamped and counted: the sequence ends as others do.
+Only operations that treat each row on its own are used: softmax and topk work row by row. torch splits a sum over one
+row among threads, and an elementwise `exp` may treat the ends of a thread's share differently. Logits that are not
+finite (a broken checkpoint, an overflow) are clamped and counted: the sequence ends as others do.
 """
 
 import math
@@ -29,7 +29,7 @@ from octavo.protocol.messages import Logprobs
 # S rows, R some of them, V vocabulary, K likeliest tokens
 
 LARGEST_LOGIT = -MASKED_LOGIT
-PURPOSE = 0  # of a random number; for another purpose the numbers of the same positions would be independent of these
+PURPOSE = 0  # of a random number; another purpose gives independent numbers for the same positions
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
@@ -44,19 +44,19 @@ class TokenLogprobs(NamedTuple, Generic[Array]):
 
 
 class Sampled(NamedTuple):
-    """What the rows of a step give, on the device."""
+    """The samples of a step's rows, on the device."""
 
     token_ids_S: Tensor  # int64
-    largest_S: Tensor  # float32, of the raw logits: not finite where they were not
+    largest_S: Tensor  # float32, of the raw logits; not finite if a logit is not
     logprobs: TokenLogprobs[Tensor] | None  # of the rows that want them
 
 
 def sample(
     logits_SV: Tensor, columns: Columns[Tensor], edits: Edits | None, backend: Backend, *, is_lazy: bool
 ) -> Sampled:
-    """Return the next token of each row, and the log probabilities of those that want them.
+    """Return the next token of each row, and the log probabilities of the rows that want them.
 
-    `logits_SV` is float32 and is overwritten. Nothing is computed on the host, and nothing waits if `is_lazy`.
+    `logits_SV` is float32 and is overwritten. The host computes nothing and, if `is_lazy`, waits for nothing.
     """
     largest_S, likeliest_S = backend.largest(logits_SV)
     is_clamped = clamp_non_finite(logits_SV, largest_S, is_lazy=is_lazy)
@@ -78,7 +78,7 @@ def sample(
 def token_logprobs(
     logprobs_RV: Tensor, token_ids_R: Tensor, num_alternatives: int, backend: Backend
 ) -> TokenLogprobs[Tensor]:
-    """Return the log probabilities of one token a row, with the row's likeliest tokens, from those of all tokens."""
+    """Return the log probability of one token a row, and the row's likeliest tokens; `logprobs_RV` has all tokens."""
     logprob_R = logprobs_RV.gather(1, token_ids_R[:, None])[:, 0]
     rank_R = backend.rank(logprobs_RV, token_ids_R)
     if not num_alternatives:
@@ -103,9 +103,9 @@ def pack_logprobs(values: TokenLogprobs[np.ndarray], num_alternatives: Sequence[
 
 
 def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> bool:
-    """Clamp, in place, rows whose largest logit, as Backend.largest tells, is not finite; return whether some may be.
+    """Clamp, in place, the rows whose largest logit (of Backend.largest) is not finite. A masked token (-inf) may stay.
 
-    A masked token (-inf) may stay.
+    Return whether a row may have been clamped.
     """
     if not is_lazy and all(map(math.isfinite, largest_S.tolist())):
         return False
@@ -115,7 +115,7 @@ def clamp_non_finite(logits_SV: Tensor, largest_S: Tensor, *, is_lazy: bool) -> 
 
 
 def _choose(logits_SV: Tensor, likeliest_S: Tensor, draws: Draws[Tensor] | None, backend: Backend) -> Tensor:
-    """Return a token for each row: what is drawn, and the likeliest of the others."""
+    """Return a token for each row: a drawn one, or the likeliest of a greedy row."""
     if draws is None:
         return likeliest_S
     uniform_R = backend.uniform(draws.seed_R, draws.position_R, PURPOSE)
@@ -124,7 +124,7 @@ def _choose(logits_SV: Tensor, likeliest_S: Tensor, draws: Draws[Tensor] | None,
 
 
 def _select(tensor: Tensor, rows_R: Tensor) -> Tensor:
-    """Return the rows; all of them are the tensor itself, since they are ascending."""
+    """Return the rows. Rows ascend, so all rows are the tensor itself."""
     return tensor if len(rows_R) == len(tensor) else tensor.index_select(0, rows_R)
 
 

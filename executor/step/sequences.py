@@ -1,4 +1,4 @@
-"""Soft state: what the executor remembers of a sequence between steps, always rebuildable from a SequenceInit."""
+"""Soft state: what the executor remembers of a sequence between steps. A SequenceInit can always rebuild it."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ from octavo.protocol.messages import SequenceInit, SequenceStep, unpack_ids
 from octavo.protocol.sampling import Sampling
 
 SPARE_SLOTS = 64  # of new counts, for tokens to come
-PENDING = 0  # in the place of a token that only the device knows: an id that every vocabulary has
+PENDING = 0  # stands for a token that only the device knows; every vocabulary has this id
 
 
 class TokenCounts:
     """The distinct tokens that penalties apply to, and how often each stands in the output.
 
-    Sparse: a step costs what the sequence has used of the vocabulary, not the vocabulary. The arrays have room to grow,
-    so that a new token costs the same however many there are.
+    The counts are sparse: a step's cost grows with the distinct tokens of the sequence, not with the vocabulary. The
+    arrays have spare room, so that a new token costs the same however many there are.
     """
 
     def __init__(self, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
-        """Count the output; a prompt's tokens are only known."""
+        """Count the output's tokens; the prompt's tokens begin with a count of 0."""
         output_ids, output_counts = np.unique(output_ids, return_counts=True)
         self._first_ids = np.union1d(prompt_ids, output_ids).astype(np.int32)  # ascending, in the slots 0, 1, ...
         self._later_slots: dict[int, int] = {}
@@ -42,14 +42,14 @@ class TokenCounts:
         self._last_slot = slot
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens, int32, and their counts, float32, with room for more behind the last of them.
+        """Return the tokens, int32, and their counts, float32; spare room follows the last of them.
 
-        They are to be read before the next token is added.
+        The caller reads them before the next token is added.
         """
         return self._ids, self._counts
 
     def last(self) -> tuple[int, int, float]:
-        """Return the slot of the token that was added last, the token, and its count; before any, slot 0."""
+        """Return the slot of the last added token, its id, and its count; slot 0 if none was added."""
         slot = self._last_slot
         return slot, self._ids.item(slot), self._counts.item(slot)
 
@@ -68,16 +68,16 @@ class SequenceState:
 
     sampling: Sampling
     num_prompt_tokens: int
-    num_known_tokens: int  # prompt and output, less what is pending
-    first_token_index: int  # of `token_ids`: what was in the cache before has no share
+    num_known_tokens: int  # prompt and output, without pending tokens
+    first_token_index: int  # of `token_ids`; earlier tokens were in the cache and have no share
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
-    bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int32, distinct) and what is added (float32)
-    stop_ids: np.ndarray | None  # int32, distinct: what min_tokens forbids; None: nothing
+    bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int32, distinct) and their biases (float32)
+    stop_ids: np.ndarray | None  # int32, distinct: ids that min_tokens forbids; None: no ids
     prompt_token_ids: "array[int]"  # empty unless log probabilities of the prompt are wanted
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    num_pending_tokens: int = 0  # sampled, and known to the device alone
-    pending_row: int | None = None  # of the last one of these, among what its step sampled
+    num_pending_tokens: int = 0  # sampled tokens that only the device knows
+    pending_row: int | None = None  # row of the last pending token among its step's samples
 
     @classmethod
     def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
@@ -113,9 +113,9 @@ class SequenceState:
         return self.counts is not None or self.bias is not None or self.forbids_stop_ids
 
     def needs_pending(self, share: SequenceStep) -> bool:
-        """Return whether `share` cannot be computed before the host knows the pending token.
+        """Return whether the host must know the pending token before it computes `share`.
 
-        Penalties count it, and tokens that a scheduler names are compared with it.
+        Penalties count the token, and tokens that the scheduler names are compared with it.
         """
         if self.pending_row is None:
             return False
@@ -123,9 +123,9 @@ class SequenceState:
         return (bool(share.token_ids) and names_it) or (self.counts is not None and share.sample)
 
     def share_token_ids(self, share: SequenceStep) -> "array[int] | None":
-        """Return the tokens that `share` computes, and learn them; None if it does not continue this state.
+        """Return the tokens that `share` computes, and learn them; None if `share` does not continue this state.
 
-        PENDING stands for the token that only the device knows.
+        PENDING stands for a token that only the device knows.
         """
         start, length = self.num_computed_tokens, self.num_tokens
         if share.num_computed_tokens != start:
@@ -144,7 +144,7 @@ class SequenceState:
         return token_ids
 
     def sampled(self, row: int) -> None:
-        """Take note that a token was sampled, as row `row` of its step."""
+        """Note that a token was sampled, in row `row` of its step."""
         self.num_pending_tokens += 1
         self.pending_row = row
 
@@ -168,7 +168,7 @@ def _int32(packed: bytes) -> np.ndarray:
 
 
 def _bias(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    # Of a token that is named twice the last bias holds: entries are written in no order.
+    # A token may be named twice; its last bias holds. Entries must be distinct: they are written in no order.
     added = dict(sampling.logit_bias)
     return np.array(list(added), np.int32), np.array(list(added.values()), np.float32)
 
