@@ -66,7 +66,7 @@ class CompiledDecoder:
 
     def _for(self, num_tokens: int, kv_caches: KVCaches) -> "Written":
         if self._written is None or num_tokens > self._written.program.num_rows or kv_caches is not self._kv_caches:
-            self._written = None  # its memory is free before there is more
+            self._written = None  # frees the old program's memory before a new one is written
             program = self._new_program(1 << max(0, num_tokens - 1).bit_length(), self._stack.norm.weight.dtype)
             self._written = Written(program, self._stack, kv_caches)
             self._kv_caches = kv_caches

@@ -123,7 +123,7 @@ class DecoderLayer(Module):
         cos_sin_PR: Tensor,
         kv_cache: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Return what the layer has still to add to the residual; what came in is added to it here."""
+        """Add `x` to the residual; return what is still to be added to it."""
         x_TE = self.self_attn(self.input_layernorm.add(x_TE, residual_TE), inputs, cos_sin_PR, kv_cache)
         return self.mlp(self.post_attention_layernorm.add(x_TE, residual_TE), inputs)
 
@@ -168,10 +168,10 @@ class Decoder(Module):
         super().__init__()
         self.model = DecoderStack(config, cos_sin_PR, parallel, backend)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, parallel, backend)
-        self.compiled: CompiledLayers | None = None  # does what `model` does, where there is such
+        self.compiled: CompiledLayers | None = None  # computes what `model` computes; None if there is no program
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
-        # parameters that are read from another's name
+        # parameters that share another parameter's tensor
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
     @property

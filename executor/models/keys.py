@@ -1,8 +1,8 @@
 """Keys of config.json by which a model computes in another way than the native decoder: refused by name.
 
-transformers' classes of these architectures do not read them. A checkpoint that has one with another value than these
-was made for other code (a fork, or an architecture of another name), and would come out wrong without a word. All other
-keys are read (`executor.models.config`), or say nothing of the forward pass.
+transformers' classes of these architectures do not read these keys. A checkpoint with another value was made for other
+code (a fork, or an architecture of another name), and would silently compute wrong results. All other keys are read
+(`executor.models.config`), or do not concern the forward pass.
 """
 
 from collections.abc import Mapping

@@ -45,7 +45,7 @@ class WeightModule(Module):
             setattr(self, leaf, nn.Parameter(_plain(parts), requires_grad=False))
 
     def tie(self, owner: "WeightModule") -> bool:
-        """Share what `owner`, whose weight this layer's is as well, has packed. Return whether there is such."""
+        """Share the packed weight of `owner`, which is this layer's weight too. Return whether `owner` has one."""
         return False
 
 

@@ -1,7 +1,7 @@
 """config.json of the models of older guides, which came with code of their own, in the keys of today.
 
-Each function takes what one of those files says. What their code would compute in another way is refused by name; it
-was read, and is never run.
+Each function translates one kind of file. A key with which the model's own code would compute in another way is refused
+by name. That code was read, and is never run.
 """
 
 from typing import Any, NamedTuple, TypedDict

@@ -22,7 +22,7 @@ def possible_sizes(config: ModelConfig) -> list[int]:
 
 
 def check_size(config: ModelDescription, size: int) -> None:
-    """Raise ValueError, naming the sizes that can be, if the model cannot be split among `size` ranks."""
+    """Raise ValueError, naming the possible sizes, if the model cannot be split among `size` ranks."""
     if not isinstance(config, ModelConfig):
         if size > 1:
             raise ValueError(

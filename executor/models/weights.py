@@ -1,4 +1,4 @@
-"""The model asks for its weights: only the slices it needs, none missing, none left over."""
+"""Loads the weights that a model asks for: only the slices that it needs; none is missing, none is left over."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ class Source(Protocol):
     """Where weights come from."""
 
     def check(self, needed: set[str], unneeded: set[str]) -> None:
-        """Raise ValueError if a needed tensor is missing, or one is there that is neither needed nor `unneeded`."""
+        """Raise ValueError if a needed tensor is missing, or if a tensor is neither needed nor in `unneeded`."""
 
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         """Fill `part` with the shard of tensor `name`, in part's dtype. Raises ValueError if it does not fit."""
@@ -53,8 +53,8 @@ class NamedSource(Source, Protocol):
 def agreed_ties(tied: Mapping[str, str], source: NamedSource) -> dict[str, str]:
     """Return which parameters are to be read from another's tensor, as `load_weights` takes it.
 
-    `tied` is what config.json says. As in transformers, tensors that are both there and differ are both meant, and one
-    that is there alone, under either name, is meant for both.
+    `tied` comes from config.json. As in transformers, two tensors that differ are both used; if only one is stored,
+    under either name, it serves both parameters.
     """
     agreed = {}
     for name, owner in tied.items():
@@ -74,13 +74,13 @@ def agreed_ties(tied: Mapping[str, str], source: NamedSource) -> dict[str, str]:
 
 
 class DummyWeights:
-    """Random weights, the same for the same seed, name and shard: for trials of speed and memory."""
+    """Random weights for trials of speed and memory. The same seed, name and shard give the same weights."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
     def check(self, needed: set[str], unneeded: set[str]) -> None:
-        """Accept everything: whatever is asked for is there."""
+        """Accept everything: every tensor exists."""
 
     def read(self, name: str, shard: Shard, part: Tensor) -> None:
         if name.endswith("norm.weight"):
@@ -188,7 +188,7 @@ def _read_plain(
         filled = torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
         num_bytes = math.prod(shape) * dtype.itemsize
-        raise ValueError(f"{', '.join(names)}: {num_bytes} bytes of memory are not to be had on {device}") from error
+        raise ValueError(f"{', '.join(names)}: {num_bytes} bytes of memory are not available on {device}") from error
     offset, dim = 0, shards[0].dim
     for name, shard in zip(names, shards, strict=True):
         start, stop = shard.bounds

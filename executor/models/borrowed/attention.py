@@ -21,7 +21,7 @@ from octavo.kernels.backend import Backend, PackedLinear
 # T tokens of this step, H query heads, K key/value heads, D head size, S sequences
 
 PAGED = "octavo_paged"  # no mask is registered under this name: transformers then builds none
-LOOKING = "octavo_looking"  # masks under this name say what they would have been
+LOOKING = "octavo_looking"  # a mask under this name describes the mask that it stands for
 PROBE_TOKENS = 6
 FAR_TOKENS = 1 << 30  # where a mask is tried: beyond every window
 # Keywords of a call that change nothing here: dropout is off, the rest says what `StepInputs` says.
@@ -170,7 +170,7 @@ def _describe_mask(*, mask_function: Callable[..., Tensor], **_: object) -> Tens
 
     try:
         window = _window_of(sees)
-    except (NotImplementedError, IndexError, RuntimeError):  # it depends on values, which are not there
+    except (NotImplementedError, IndexError, RuntimeError):  # the mask depends on values, which do not exist yet
         window = -1
     return torch.tensor(window).view(1, 1, 1, 1)
 
