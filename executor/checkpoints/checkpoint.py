@@ -1,4 +1,4 @@
-"""The weights of a directory, safetensors or torch's own files, as a source, whatever their tools made of them."""
+"""A directory's weights, in safetensors or torch's own files, as a source, whichever tool wrote them."""
 
 import math
 from collections import Counter
@@ -20,14 +20,14 @@ from octavo.executor.shards import Shard
 from octavo.kernels.groupwise import GroupwiseWeight
 from octavo.protocol.model_files.weight_files import weight_files
 
-# what old checkpoints store although it is computed
+# old checkpoints store it, but it is computed
 SKIPPED = ("rotary_emb.inv_freq",)
 FP8 = "F8_E4M3"
-# what can be read, and in which type it is to be held
+# the types that can be read, and the type that each is held in
 DTYPE_OF_TYPE = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 READABLE_TYPES = tuple(DTYPE_OF_TYPE)
 FP8_SCALES = (".weight_scale", ".weight_scale_inv")  # what stands beside a .weight of 8-bit floats
-COMPARED_ROWS = 1024  # at once: as large as an embedding is, memory holds a part of it
+COMPARED_ROWS = 1024  # at once: an embedding is large, so memory holds only a part of it
 # scales for activations and caches of 8-bit floats, which stay as they are here
 UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 
@@ -35,19 +35,19 @@ UNUSED_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale")
 class Checkpoint:
     """The files of weights of a directory, open until the `with` block ends.
 
-    A weight that is packed into several tensors answers to the name of the plain weight that it is.
+    A weight that is packed into several tensors has the name of the plain weight.
     """
 
     def __init__(self, directory: Path, quantization: Quantization | None = None) -> None:
         self._directory = directory
         self._quantization = quantization
         self._handles: dict[str, Any] = {}
-        self._lock = Lock()  # a handle is not to be closed while another thread reads
+        self._lock = Lock()  # a handle must not be closed while another thread reads
         with ExitStack() as files:
             paths, file_of = checkpoint_files(directory), weight_files(directory).file_of
             for path in paths:
                 handle = files.enter_context(_open(path))
-                # a tensor that several files have is meant to be that of the file which the index names
+                # if several files have a tensor, the file that the index names counts
                 meant = [name for name in handle.keys() if file_of.get(name, path.name) == path.name]  # noqa: SIM118
                 self._handles |= dict.fromkeys(meant, handle)
             self._files = files.pop_all()
@@ -62,7 +62,7 @@ class Checkpoint:
             self._files.close()
 
     def names(self) -> set[str]:
-        """Return the names of what is there, with one name for all parts of a quantized weight."""
+        """Return the names of the stored weights; all parts of a quantized weight have one name."""
         present = {name for name in self._handles if not name.endswith(SKIPPED)}
         return present if self._quantization is None else {w for name in present for w in self._weight_of(name)}
 
@@ -71,7 +71,7 @@ class Checkpoint:
         return name.endswith(".weight") and self._packed_parts(name.removesuffix(".weight")) is not None
 
     def is_empty_bias(self, name: str) -> bool:
-        """Return whether it is one of the biases of zeros that GPTQ's tools add to layers that have none."""
+        """Return whether `name` is a bias of zeros, which GPTQ's tools add to layers without a bias."""
         stem, _, leaf = name.rpartition(".")
         if leaf != "bias" or f"{stem}.qweight" not in self._handles:
             return False
@@ -91,11 +91,11 @@ class Checkpoint:
             )
 
     def has(self, name: str) -> bool:
-        """Return whether a weight is there, packed or not."""
+        """Return whether a weight is stored, packed or not."""
         return name in self._handles or self.is_packed(name)
 
     def equal(self, name: str, other: str) -> bool:
-        """Return whether two weights that are there have the same values; a packed one has those of no other."""
+        """Return whether two stored weights have the same values; a packed weight equals no other."""
         if self.is_packed(name) or self.is_packed(other):
             return False
         one, two = self._handles[name].get_slice(name), self._handles[other].get_slice(other)
@@ -124,7 +124,7 @@ class Checkpoint:
             raise ValueError(f"{name} has type {tensor.get_dtype()}; supported: {', '.join(READABLE_TYPES)}")
 
     def read_whole(self, name: str) -> Tensor:
-        """Return a tensor that is not packed as it is stored, but 8-bit floats multiplied out, float32.
+        """Return a tensor that is not packed, as it is stored; 8-bit floats are multiplied by their scales, float32.
 
         Several threads may call it at once. Raises ValueError, naming the tensor, if its scales do not fit it.
         """
@@ -203,7 +203,7 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
 
 
 def _present_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights, none if they are not (all) there."""
+    """Return the files that hold the weights; nothing if one of them is missing."""
     try:
         return checkpoint_files(directory)
     except ValueError:

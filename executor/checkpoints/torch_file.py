@@ -1,4 +1,4 @@
-"""A file of tensors that torch wrote (.bin), mapped; it is a pickle, of which nothing but tensors is read."""
+"""A file of tensors that torch wrote (.bin), mapped. It is a pickle; only tensors are read from it."""
 
 import re
 from pathlib import Path
@@ -39,7 +39,7 @@ class TorchFile:
             raise ValueError(f"{path} {found}")
         try:
             content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:  # whatever comes of a pickle that somebody made up
+        except Exception as error:  # a forged pickle can raise anything
             raise ValueError(f"{path} {_cause(error)}") from None
         self._tensors = _checked(path, content)
 
@@ -62,7 +62,7 @@ class TorchFile:
 
 
 class TensorSlice:
-    """A tensor of which parts are taken."""
+    """A tensor whose parts can be read."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -87,7 +87,7 @@ def _cause(error: Exception) -> str:
 
 
 def _checked(path: Path, content: object) -> dict[str, Tensor]:
-    """Return what a file holds if that is tensors by name, each as large as its data."""
+    """Return a file's content. Raises ValueError unless it is tensors by name, each as large as its data."""
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds {_kind(content)} where tensors by name are expected. {SAVE_IT}")
     for name, value in content.items():

@@ -1,6 +1,6 @@
-"""Weights of few bits: what checkpoints store them as, and how plain ones are rounded to them.
+"""Weights of few bits: how checkpoints store them, and how plain weights are rounded to few bits.
 
-All formats become one form, `GroupwiseWeight`, without a value being changed. What they take, in bits a weight
+All formats become one form, `GroupwiseWeight`; no value changes. Their sizes, in bits a weight
 (with groups of 128, where a checkpoint may choose; scales and offsets are float32 where float16 would lose something):
 
     AWQ, GPTQ with zero points        4.38        Q4_0                                4.5

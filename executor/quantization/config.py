@@ -1,4 +1,4 @@
-"""How a checkpoint's weights are stored, as its config.json says, and what an operator asked for."""
+"""How a checkpoint stores its weights, by its config.json, and which form the operator asked for."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +12,18 @@ from octavo.protocol.model_files.bounded import read_bounded
 # Files that tools wrote before config.json had a quantization_config.
 OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 OLD_AWQ_KEYS = {"w_bit": "bits", "q_group_size": "group_size"}
-OLD_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")  # keys by which it is known where no quant_method is written
+OLD_BITSANDBYTES = ("load_in_4bit", "load_in_8bit")  # these keys identify it if there is no quant_method
 ROUNDINGS = {"int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """What is the same for all quantized tensors of a checkpoint."""
+    """The properties that all quantized tensors of a checkpoint share."""
 
     method: str
     bits: int | None = None  # None where each tensor has its own type, or is dequantized
     group_size: int | None = None  # inputs that share a scale; None: all of a row
-    zero_shift: int = 0  # what is added to a zero point that is stored
+    zero_shift: int = 0  # added to a stored zero point
     has_zero_points: bool = False  # other than the middle code, by what the tool says of itself
     block_shape: tuple[int, int] | None = None  # fp8: outputs and inputs that share a scale
 
@@ -80,7 +80,7 @@ def read_quantization(directory: Path, written: dict[str, Any] | None) -> Quanti
             try:
                 said = msgspec.json.decode(read_bounded(path))
                 if not isinstance(said, dict):
-                    raise ValueError("it is no JSON object. Download the model again")
+                    raise ValueError("it is not a JSON object. Download the model again")
                 return _parse({"quant_method": method} | said)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: {error}") from None

@@ -1,4 +1,4 @@
-"""Parts of weights of few bits: rows and whole groups of inputs, which ranks and fused layers are made of."""
+"""Parts of weights of few bits: the rows and whole groups of inputs that ranks and fused layers need."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ MAX_RANKS = 64  # named in a refusal
 
 
 def form_of(weight: GroupwiseWeight) -> tuple[int, int, bool]:
-    """Return what weights of the same inputs must have in common to be one."""
+    """Return the properties that weights of the same inputs must share to be joined."""
     return weight.bits, weight.group_size, weight.offsets_NG is None
 
 
 def whole_groups(shard: Shard, group_size: int) -> tuple[int, int]:
-    """Return the (start, stop) of a part of the inputs, which has to be of whole groups.
+    """Return the (start, stop) of a part of the inputs, which must consist of whole groups.
 
     Raises ValueError, naming the numbers of ranks that could share them, if it is not.
     """

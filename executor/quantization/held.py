@@ -1,4 +1,4 @@
-"""In what form weights of few bits are held, as far as that is known before they are read."""
+"""The form in which weights of few bits are held, as far as it is known before they are read."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ SCALE_BITS, PRODUCT_BITS, ROUNDED_OFFSET_BITS = 16, 32, 16
 
 
 class HeldForm(NamedTuple):
-    """A weight of few bits: codes, and what each group of inputs has beside them."""
+    """A weight of few bits: codes, and a scale and an offset for each group of inputs."""
 
     bits: int
     group_size: int

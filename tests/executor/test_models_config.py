@@ -256,7 +256,7 @@ def test_rotary_parameters_without_effect_are_named(
             '{"bits": 2, "group_size": 128}',
             "quantization_config of gptq: bits is 2, which is not supported; supported: 4, 8",
         ),
-        ('[{"bits": 4}]', "it is no JSON object. Download the model again"),
+        ('[{"bits": 4}]', "it is not a JSON object. Download the model again"),
         ('{"bits": 4}', "quantization_config of gptq: group_size is missing"),
     ],
 )
