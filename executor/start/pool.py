@@ -43,18 +43,12 @@ def size_pool(
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
     if config.kv_cache_memory_bytes is not None:
+        _refuse_more_than_there_is(config.kv_cache_memory_bytes, total_bytes(device, root))
         room_bytes, num_blocks = config.kv_cache_memory_bytes, config.kv_cache_memory_bytes // block_bytes
-        has_bytes = total_bytes(device, root)
-        if 0 < has_bytes < room_bytes:
-            raise ValueError(
-                f"--kv-cache-memory-bytes is {room_bytes / 2**30:.1f} GiB, but the machine has only"
-                f" {has_bytes / 2**30:.1f} GiB of memory: set it to less, or leave it out"
-            )
     else:
+        is_gpu = device.type == "cuda"
         share_bytes = (
-            free_device_bytes(device, config.gpu_memory_utilization)
-            if device.type == "cuda"
-            else _cpu_share(root) // num_sharing
+            free_device_bytes(device, config.gpu_memory_utilization) if is_gpu else _cpu_share(root) // num_sharing
         )
         room_bytes = max(0, share_bytes - activation_bytes)
         num_blocks = min(room_bytes // block_bytes, config.max_num_seqs * sequence_blocks)
@@ -64,6 +58,15 @@ def size_pool(
             _no_room(sequence_blocks * block_bytes, room_bytes, max_model_len, longest, _more_room(config, device))
         )
     return PoolSize(num_blocks, block_bytes)
+
+
+def _refuse_more_than_there_is(asked_bytes: int, has_bytes: int) -> None:
+    """Raise ValueError if the pool is to be larger than all memory; `has_bytes` is 0 if that size is unknown."""
+    if 0 < has_bytes < asked_bytes:
+        raise ValueError(
+            f"--kv-cache-memory-bytes is {asked_bytes / 2**30:.1f} GiB, but the machine has only"
+            f" {has_bytes / 2**30:.1f} GiB of memory: set it to less, or leave it out"
+        )
 
 
 def _cpu_share(root: Path) -> int:
