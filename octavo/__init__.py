@@ -1,4 +1,4 @@
-"""Octavo's face: the Python API, the command line, and everything that turns a model's name into local files."""
+"""The Python API, the command line, and the modules that turn a model's name into local files."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, only then: the command line needs none of it."""
+    """Import a name of the Python API when it is used first: the command line does not need it."""
     if name not in MODULES:
         raise AttributeError(f"module 'octavo' has no attribute {name!r}")
     require_extras(f"octavo.{name}", "gateway", *(("executor",) if name in ("LLM", "AsyncLLM") else ()))

@@ -1,4 +1,4 @@
-"""The `octavo` command: reads which command was typed and runs the module of that name in `octavo.commands`."""
+"""The `octavo` command: finds the typed command and runs its module in `octavo.commands`."""
 
 import argparse
 import importlib
@@ -14,7 +14,7 @@ from octavo.protocol.extras import MissingExtraError, require_extras
 from octavo.protocol.process import ArgumentParser, know_home, paragraph
 from octavo.streams import OutputEndedError, open_standard_streams
 
-INTERRUPTED = 130  # as a shell says of who SIGINT ended
+INTERRUPTED = 130  # a shell's exit status for a process that SIGINT ended
 DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible API.
 
   octavo serve                           serve the demo model on http://127.0.0.1:8000
@@ -28,7 +28,7 @@ DESCRIPTION = """Octavo serves large language models over an OpenAI-compatible A
 
 class Command(NamedTuple):
     summary: str
-    extras: tuple[str, ...] = ()  # which its module imports, or its processes
+    extras: tuple[str, ...] = ()  # whose packages its module or its processes import
 
 
 COMMANDS = {
@@ -37,7 +37,7 @@ COMMANDS = {
     "generate": Command("generate for a file of prompts", ("gateway", "executor")),
     "chat": Command("talk to a model in the terminal", ("gateway",)),
     "complete": Command("complete text in the terminal", ("gateway",)),
-    "bench": Command("measure a server, or a part of it"),  # which has extras of its own for each measurement
+    "bench": Command("measure a server, or a part of it"),  # each measurement has its own extras
     "env": Command("show what a bug report needs"),
     "keys": Command("make the keys of links between machines"),
     "supervise": Command("keep one of the processes running"),
@@ -45,7 +45,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 it could not be done, 2 it was asked for wrongly."""
+    """Run one command and return its exit status: 0 done, 1 failed, 2 wrong arguments or settings."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     know_home()
     try:
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def program(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run `main` as all that this process does. Interrupted, it waits for no thread, such as that of a download."""
+    """Run `main` and end the process. After an interruption it waits for no thread, such as a download's."""
     open_standard_streams()
     status = main(argv)
     if status == INTERRUPTED:
@@ -87,10 +87,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def build_parser(typed: str = "") -> ArgumentParser:
-    """Return the parser of all commands, with the flags of the one that was `typed`.
+    """Return the parser of all commands, with the flags of the `typed` command.
 
-    The modules of the others are not imported: they may need packages that this machine does not have. Raises
-    MissingExtraError if that one does.
+    The modules of other commands are not imported: they may need packages that are not installed. Raises
+    MissingExtraError if the typed command needs such a package.
     """
     parser = ArgumentParser(
         prog="octavo", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,4 +1,4 @@
-"""A call that may hang, as one into a network does, and how long it is waited for."""
+"""Calls a function that may hang, such as one that uses a network, with a limit of time."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,10 +9,10 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float | None, call: Callable[[], Result]) -> Result:
-    """Return what `call` returns. Raises what it raises, and TimeoutError if it takes longer than `seconds`, if any.
+    """Return the result of `call`, or raise its error. Raises TimeoutError if it takes longer than `seconds`.
 
-    It runs in a thread, which is left alone then, and when Ctrl-C interrupts the wait: resolving a name can be
-    interrupted by nothing, and a download in many threads only once all of them have their files.
+    `call` runs in a thread. After the time is over, or after Ctrl-C, the thread is left alone: name resolution cannot
+    be interrupted, and a download in many threads only when all of them have their files.
     """
     answer: Future[Result] = Future()
 

@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine and an installation, as sections of names and texts."""
+"""Facts about a machine and an installation for a bug report, as sections of names and texts."""
 
 import importlib.metadata
 import json
@@ -39,9 +39,9 @@ VARIABLES = re.compile(
     re.IGNORECASE,
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-# Up to the last @: a password may have one too, and a slash. A proxy may be given without its scheme.
+# Up to the last @: a password may contain @ and slashes. A proxy may be given without its scheme.
 PASSWORD_IN_URL = re.compile(r"((?<=://)|^(?=[^/\s:]+:[^/\s]*@))\S*(?=@)")
-# Those that matrix products and attention may use.
+# Instruction sets that matrix products and attention may use.
 INSTRUCTIONS = re.compile(r"avx\w*|amx\w*|fma|f16c|sse4_2|asimd\w*|sve\w*|bf16|i8mm")
 TOOL_TIMEOUT_S = 10
 CHILD_TIMEOUT_S = 120
@@ -49,7 +49,7 @@ GIB, MB = 1 << 30, 10**6
 
 
 def sections(model: Path | None = None) -> Iterator[tuple[str, Section]]:
-    """Yield the sections by title, what takes longest last; `model` is a directory or file to be listed as well."""
+    """Yield the sections by title, the slowest last. `model` is a directory or file to list as well."""
     yield "Octavo", _octavo()
     yield "Packages", {name: _version(name) for name in PACKAGES}
     yield "System", _system()
@@ -148,7 +148,7 @@ def _models_in(directory: Path) -> Section:
 
 
 def _hub_cache() -> Path:
-    """Return where huggingface_hub keeps what it downloads, by its variables."""
+    """Return the directory of huggingface_hub's downloads, according to its variables."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
 
@@ -164,7 +164,7 @@ def _files(path: Path) -> Section:
 
 
 def _walk(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the files in `path`, or itself, with their bytes; links are not followed but for `path`."""
+    """Yield the files in `path`, or `path` itself, with their bytes. Of links, only `path` is followed."""
     if path.is_file():
         yield path.name, path.stat().st_size
         return
@@ -178,7 +178,7 @@ def _walk(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _gpus() -> Section:
-    """Return what the drivers' own tools say, which works where torch does not."""
+    """Return the output of the drivers' own tools, which work without torch."""
     queried = "--query-gpu=name,memory.total,driver_version,compute_cap"
     nvidia = _output(["nvidia-smi", queried, "--format=csv,noheader"])
     amd = _output(["rocm-smi", "--showproductname", "--showdriverversion", "--csv"])
@@ -198,7 +198,7 @@ def _output(command: list[str]) -> str:
 
 
 def _computes() -> Section:
-    """Return what a child finds that may import torch: the command itself never does."""
+    """Return the findings of a child process, which may import torch; the command itself never does."""
     command = [sys.executable, "-P", "-m", "octavo.executor.start.environment"]
     try:
         done = subprocess.run(
@@ -206,7 +206,7 @@ def _computes() -> Section:
         )
         found: dict[str, str] = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
-        return {"backends": f"nothing was found out within {CHILD_TIMEOUT_S} s"}
+        return {"backends": f"no result within {CHILD_TIMEOUT_S} s"}
     except OSError as error:
         return {"backends": f"failed: {error}"}
     except json.JSONDecodeError:

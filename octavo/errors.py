@@ -1,4 +1,4 @@
-"""What a person is told in one paragraph, with cause and remedy."""
+"""Errors for a person: the message is one paragraph with cause and remedy."""
 
 
 class ModelError(ValueError):
@@ -10,16 +10,16 @@ class CommandError(Exception):
 
 
 class LaunchError(RuntimeError):
-    """The server cannot start; the message says why, or that the process which failed has said it."""
+    """The server cannot start. The message says why, or says that the failed process has said why."""
 
 
 class ChildRefusedError(LaunchError):
-    """A process does not start, or not again, and has said why in one paragraph: there is nothing to add."""
+    """A process refuses to start, and has said why in one paragraph: there is nothing to add."""
 
 
 class GenerationError(RuntimeError):
-    """A generation cannot be finished: it was closed under way, or the engine gave it up. The message says why."""
+    """A generation cannot be finished: the model was closed, or the engine gave it up. The message says why."""
 
 
 class GenerationFailedError(GenerationError):
-    """The engine gave up this one generation, as one that ended the executor twice. Others are not concerned."""
+    """The engine gave up this one generation, for example because it ended the executor twice. Others go on."""

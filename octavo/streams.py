@@ -12,13 +12,13 @@ from octavo.errors import CommandError
 
 
 class OutputEndedError(Exception):
-    """Who read standard output has seen enough."""
+    """The reader of standard output has closed it."""
 
 
 def open_standard_streams() -> None:
-    """Have all three, for this whole process. Writing to standard output raises CommandError or OutputEndedError."""
+    """Give the process all three streams. Failed writes to standard output raise CommandError or OutputEndedError."""
     if sys.stdin is None:
-        sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY), encoding="utf-8")  # reading fails, as when it is closed
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_WRONLY), encoding="utf-8")  # reading fails, as if closed
     if sys.stdout is None:
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8", closefd=False)
     if sys.stderr is None:
@@ -35,7 +35,7 @@ def open_standard_streams() -> None:
 
 
 class _Output(io.FileIO):
-    """Fails once: what is left in the buffers then has nowhere to go, and Python writes it when the process ends."""
+    """Fails once. After that, writes are dropped: Python writes the rest of its buffers when the process ends."""
 
     _failed = False
 

@@ -1,1 +1,1 @@
-"""Generating for a file of prompts: `prompts` reads it, `results` has what is done, `run` does the rest in order."""
+"""Generates for a file of prompts: `prompts` reads it, `results` keeps finished results, `run` generates the others."""

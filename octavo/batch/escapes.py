@@ -1,4 +1,4 @@
-"""One text, one line: what would end a line is written as an escape, for whichever way of reading lines."""
+"""Writes a text as one line: escapes replace every character that some program takes for the end of a line."""
 
 import re
 
@@ -15,5 +15,5 @@ def escape(text: str) -> str:
 
 
 def unescape(line: str) -> str:
-    """Return the text that `escape` made `line` of; a backslash before anything else stays what it is."""
+    """Undo `escape`. A backslash that does not begin an escape stays."""
     return ESCAPED.sub(lambda match: CHARACTERS[match[0]], line)

@@ -1,4 +1,4 @@
-"""A file of prompts: one a line, as plain text (.txt) or as JSON objects (.jsonl). Blank lines are none."""
+"""Reads a file of prompts, one per line: plain text (.txt) or JSON objects (.jsonl). Blank lines are skipped."""
 
 import codecs
 import hashlib
@@ -18,7 +18,7 @@ MARK_BYTES = 8
 
 
 class PromptLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A line of a .jsonl file. `id` is whatever its owner calls it: it comes back in the result."""
+    """A line of a .jsonl file. `id` is the user's name for it, which the result repeats."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -26,22 +26,22 @@ class PromptLine(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """What to generate for: a text to go on with, or messages to answer. `line` counts from 1, blank ones as well."""
+class BatchPrompt:
+    """A text to continue, or messages to answer. `line` counts all lines from 1, also blank ones."""
 
     line: int
     asked: PromptLine
 
 
 class Fingerprint:
-    """The identity of a sequence of prompts, which grows with each, and in MARK_BYTES of memory that of each alone."""
+    """A digest of a growing sequence of prompts, and a mark of MARK_BYTES for each prompt."""
 
     def __init__(self) -> None:
         self.num_prompts = 0
         self._hash = hashlib.sha256()
         self._marks = bytearray()
 
-    def add(self, prompt: Prompt) -> None:
+    def add(self, prompt: BatchPrompt) -> None:
         self.num_prompts += 1
         self._hash.update(msgspec.json.encode(prompt.asked) + b"\n")
         self._marks += _mark(prompt)
@@ -50,17 +50,17 @@ class Fingerprint:
     def digest(self) -> str:
         return self._hash.hexdigest()
 
-    def has(self, index: int, prompt: Prompt) -> bool:
-        """Return whether `prompt` is the one that was added at `index`, counted from 0."""
+    def has(self, index: int, prompt: BatchPrompt) -> bool:
+        """Return whether `prompt` equals the prompt that was added at `index`, counted from 0."""
         return self._marks[index * MARK_BYTES : (index + 1) * MARK_BYTES] == _mark(prompt)
 
 
-def _mark(prompt: Prompt) -> bytes:
+def _mark(prompt: BatchPrompt) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(prompt.asked), digest_size=MARK_BYTES).digest()
 
 
-def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Yield the prompts of the file, read as they are asked for. Raises CommandError that names the line."""
+def read_prompts(path: Path) -> Iterator[BatchPrompt]:
+    """Yield the prompts of the file; it is read lazily. Raises CommandError that names the line."""
     parse = _parsers()[path.suffix]
     try:
         file = path.open("rb")
@@ -72,17 +72,17 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
             try:
                 text = raw.rstrip(b"\r\n").decode()
                 if text.strip():
-                    yield Prompt(number, parse(text))
+                    yield BatchPrompt(number, parse(text))
             except UnicodeDecodeError as error:
                 raise CommandError(f"{path}, line {number} is not UTF-8 (byte {error.start + 1})") from None
             except (msgspec.DecodeError, ValueError) as error:
                 raise CommandError(f"{path}, line {number}: {error}") from None
 
 
-def read_again(path: Path, fingerprint: Fingerprint) -> Iterator[Prompt]:
-    """Yield the prompts of `fingerprint` from the file that had them, and no later ones.
+def read_again(path: Path, fingerprint: Fingerprint) -> Iterator[BatchPrompt]:
+    """Yield the prompts of `fingerprint` from the file again, and no later prompts.
 
-    Raises CommandError in place of the first that is another, or is not there any more.
+    Raises CommandError at the first prompt that has changed or is missing.
     """
     prompts = read_prompts(path)
     for index in range(fingerprint.num_prompts):

@@ -1,7 +1,7 @@
-"""The file of results, which at every moment holds the results of the first prompts, in order, and nothing else.
+"""The file of results. At every moment it holds the results of the first prompts, in order, and nothing else.
 
-Beside it lies a file that says which run it is of (`results.txt` has `results.txt.run.json`): the prompts and all that
-their results depend on. It is there before the first result is, so that results can be told to be of this run or not.
+A second file beside it (`results.txt.run.json` for `results.txt`) describes the run: its prompts, and every parameter
+that changes results. It is written before the first result, so that a later run can compare itself with it.
 """
 
 import fcntl
@@ -20,9 +20,9 @@ CHUNK_BYTES = 1 << 20
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What results belong to: the first `num_prompts` prompts, their digest, and the parameters.
+    """The run that results belong to: the first `num_prompts` prompts, their digest, and the parameters.
 
-    Of the results, `num_failed` are of prompts that could not be answered, the last of them at `last_failed`.
+    `num_failed` prompts could not be answered; `last_failed` is the index of the last of them.
     """
 
     num_prompts: int
@@ -33,13 +33,13 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Results:
-    """An open file of results, which no other process writes meanwhile. `num_done` is how many there are.
+    """An open file of results, locked against other processes. It has `num_done` results.
 
-    `begun` is the run that they are of, None if there are none. Nothing is changed before `belong_to`.
+    `begun` is the run of these results, or None if there are no results. Nothing is changed before `belong_to`.
     """
 
     def __init__(self, path: Path, file: FileIO, *, overwrite: bool = False) -> None:
-        """Raise CommandError if nobody knows whose results there are, and they are not to be overwritten."""
+        """Raises CommandError if the run of the results is not known and `overwrite` is false."""
         self.path, self._file = path, file
         self.begun: Run | None = None
         self.num_done = self._num_bytes = 0
@@ -52,20 +52,20 @@ class Results:
 
     @property
     def num_failed(self) -> int:
-        """How many results say that there is no answer."""
+        """How many results have an error instead of an answer."""
         if self._run is None:
             return 0
-        # One is counted before it is added, and this process may have ended between the two.
+        # A failure is counted before its result is added, and the process may have ended in between.
         return self._run.num_failed - (self._run.last_failed >= self.num_done)
 
     def belong_to(self, num_prompts: int, digest: str, parameters: Mapping[str, Any]) -> None:
-        """Write down which run the results are of, and remove what is none of them. Raises CommandError."""
+        """Write the run of the results down, and remove lines that are not its results. Raises CommandError."""
         with _writing(self.path):
             self._file.truncate(self._num_bytes)
         self._note(Run(num_prompts, digest, parameters, self.num_failed))
 
     def add(self, line: str, *, failed: bool = False) -> None:
-        """Add the next result; once this returns, no end of this process can undo it. Raises CommandError."""
+        """Add the next result. After this returns, no end of the process can lose it. Raises CommandError."""
         if failed:
             assert self._run is not None  # `belong_to` comes first
             counted = {"num_failed": self.num_failed + 1, "last_failed": self.num_done}
@@ -90,9 +90,9 @@ class Results:
 
 @contextmanager
 def open_results(path: Path, *, overwrite: bool = False) -> Iterator[Results]:
-    """Open `path` for adding results to those that it has, or, to `overwrite`, has not. Raises CommandError."""
+    """Open `path` to add results to the present ones, or to replace them if `overwrite`. Raises CommandError."""
     with _writing(path):
-        file = path.open("ab+", buffering=0)  # what is added is out at once, and nothing is left to write at the end
+        file = path.open("ab+", buffering=0)  # each result is written at once
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +102,7 @@ def open_results(path: Path, *, overwrite: bool = False) -> Iterator[Results]:
 
 
 def check_same_run(path: Path, begun: Run, parameters: Mapping[str, Any]) -> None:
-    """Raise CommandError if the results in `path` are of other parameters: it names the first."""
+    """Raise CommandError if the results in `path` have other parameters. It names the first difference."""
     for name in sorted(begun.parameters.keys() | parameters.keys()):
         before, now = begun.parameters.get(name), parameters.get(name)
         if before != now:
@@ -143,7 +143,7 @@ def _unknown(path: Path) -> CommandError:
 
 
 def _whole_lines(file: FileIO) -> tuple[int, int]:
-    """Return the number of lines that end, and of the bytes they take: what follows was torn by a kill."""
+    """Return the number of complete lines and their bytes. An incomplete last line is left of a killed process."""
     num_lines = num_bytes = position = 0
     file.seek(0)
     while chunk := file.read(CHUNK_BYTES):

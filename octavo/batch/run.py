@@ -1,4 +1,4 @@
-"""Generates for every prompt of a file that has no result yet, some at a time, and adds the results in order."""
+"""Generates for every prompt of a file without a result, several at a time, and adds the results in order."""
 
 import asyncio
 import sys
@@ -14,20 +14,20 @@ import msgspec
 from tqdm import tqdm
 
 from octavo.batch.escapes import escape
-from octavo.batch.prompts import Fingerprint, Prompt, read_again, read_prompts
+from octavo.batch.prompts import BatchPrompt, Fingerprint, read_again, read_prompts
 from octavo.batch.results import Results, check_same_run
 from octavo.errors import CommandError, GenerationFailedError
 from octavo.protocol.process import paragraph
 from octavo.python.outputs import RequestOutput
 
-# What is wrong with one prompt alone: one that is too long, or that the engine gave up.
+# Errors of one prompt alone: it is too long, or the engine gave it up.
 NO_ANSWER = (ValueError, GenerationFailedError)
 
 
 class Generate(Protocol):
     """Returns the finished answers to a prompt. Raises one of NO_ANSWER if it cannot be answered."""
 
-    async def __call__(self, prompt: Prompt) -> RequestOutput: ...
+    async def __call__(self, prompt: BatchPrompt) -> RequestOutput: ...
 
 
 class Batch:
@@ -59,7 +59,7 @@ class Batch:
 
     @property
     def num_failed(self) -> int:
-        """How many of those done have an error instead of an answer, in this life or an earlier one."""
+        """How many finished prompts have an error instead of an answer, also from earlier runs of the command."""
         return self._results.num_failed
 
     @property
@@ -67,12 +67,12 @@ class Batch:
         return self.num_prompts - self.num_done
 
     async def run(self, generate: Generate, window: int) -> None:
-        """Generate what is left, for at most `window` prompts at a time.
+        """Generate for the prompts without a result, at most `window` of them at a time.
 
-        What is finished when this is cancelled, or when something else than NO_ANSWER ends it, is kept as far as it
-        is in order. Raises CommandError as soon as the file has another prompt than when it was read first.
+        If this is cancelled, or an error other than NO_ANSWER ends it, the results before the first missing one are
+        kept. Raises CommandError as soon as the file has another prompt than at the first reading.
         """
-        running: deque[tuple[Prompt, asyncio.Task[RequestOutput]]] = deque()
+        running: deque[tuple[BatchPrompt, asyncio.Task[RequestOutput]]] = deque()
         left = islice(read_again(self._prompts, self._fingerprint), self._results.num_done, None)
         with tqdm(total=self.num_prompts, initial=self._results.num_done, unit="prompt", disable=None) as bar:
             try:
@@ -89,8 +89,8 @@ class Batch:
                     task.cancel()
                 await asyncio.gather(*(task for _, task in running), return_exceptions=True)
 
-    async def _add_first(self, running: "deque[tuple[Prompt, asyncio.Task[RequestOutput]]]", bar: Any) -> None:
-        """Wait for the result of the first prompt that runs, and add it. It stays with those that run until then."""
+    async def _add_first(self, running: "deque[tuple[BatchPrompt, asyncio.Task[RequestOutput]]]", bar: Any) -> None:
+        """Wait for the result of the first running prompt, add it, and then remove the prompt from `running`."""
         prompt, task = running[0]
         await asyncio.wait([task])
         try:
@@ -104,8 +104,8 @@ class Batch:
         bar.update()
 
 
-def result_line(suffix: str, index: int, prompt: Prompt, answer: RequestOutput | str) -> str:
-    """Return the line of one result, without its end; `answer` is an error's message if there is none."""
+def result_line(suffix: str, index: int, prompt: BatchPrompt, answer: RequestOutput | str) -> str:
+    """Return the line of one result, without a line end. `answer` is the message of an error if the prompt failed."""
     if suffix == ".txt":
         return "" if isinstance(answer, str) else escape(answer.outputs[0].text)
     record = {"index": index, **msgspec.to_builtins(prompt.asked)}

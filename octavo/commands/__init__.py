@@ -1,4 +1,4 @@
-"""The commands, one module each: `describe` gives a parser its flags and sets `run`, which does the work.
+"""The commands, one module each: `describe` adds the flags to a parser and sets `run`, which does the work.
 
-`run` takes the flags by name and returns the exit status. Only the module of the command that was typed is imported.
+`run` takes the flags by name and returns the exit status. Only the typed command's module is imported.
 """

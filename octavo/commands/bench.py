@@ -1,4 +1,4 @@
-"""`octavo bench`: what is measured, one module of `bench/` each. Only the one that was typed is imported."""
+"""`octavo bench`: the measurements, one module of `bench/` each. Only the typed measurement's module is imported."""
 
 import argparse
 import importlib
@@ -11,7 +11,7 @@ from octavo.protocol.process import ArgumentParser
 
 class Measurement(NamedTuple):
     summary: str
-    extras: tuple[str, ...] = ()  # which its module imports, beside the base
+    extras: tuple[str, ...] = ()  # whose packages its module imports
 
 
 MEASUREMENTS = {
@@ -23,7 +23,7 @@ MEASUREMENTS = {
 
 
 class MeasurementParser(ArgumentParser):
-    """A parser that imports the module `bench.NAME` for its flags when it is the one to parse."""
+    """A parser that imports the module `bench.NAME` for its flags when it has to parse."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         name = self.prog.split()[-1]

@@ -1,4 +1,4 @@
-"""`octavo chat`: a conversation with a model of a running server, or of one for this alone."""
+"""`octavo chat`: a conversation with a model of a running server, or of a server for this command alone."""
 
 import argparse
 import sys
@@ -19,9 +19,9 @@ from octavo.terminal.screen import Terminal, piped_lines, typed_lines
 DEFAULT_URL = "http://127.0.0.1:8000/v1"
 MODEL_HELP = (
     "start a server of this model for this command alone: a directory, a Hugging Face id or a .gguf file; without it, a"
-    " running server is asked"
+    " running server answers"
 )
-# One answer at a time, of which only the text is shown; --seed is the sampling's.
+# The terminal shows only the text of one answer at a time; --seed belongs to the sampling.
 NOT_IN_A_TERMINAL = ("n", "logprobs", "prompt_logprobs")
 
 
@@ -43,14 +43,14 @@ def run(flags: Mapping[str, Any]) -> int:
 
 
 def add_terminal_flags(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` the flags with which a model is asked in a terminal."""
+    """Add the flags for talking to a model in a terminal to `parser`."""
     add_model(parser, MODEL_HELP)
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="ask this, print the answer and end")
-    parser.add_argument("--stats", action="store_true", help="tell tokens and times after each answer, on stderr")
+    parser.add_argument("--stats", action="store_true", help="print tokens and times after each answer, on stderr")
     server = parser.add_argument_group("a running server")
     server.add_argument("--url", help=f"its API (default: {DEFAULT_URL})")
     server.add_argument(
-        "--api-key", dest="key", metavar="KEY", help="the key that it wants (default: the first of OCTAVO_API_KEY)"
+        "--api-key", dest="key", metavar="KEY", help="its API key (default: the first of OCTAVO_API_KEY)"
     )
     parser.add_argument("--model-name", metavar="NAME", help="which of its models to ask (default: the first)")
     add_sampling_flags(parser, *NOT_IN_A_TERMINAL)
@@ -59,7 +59,7 @@ def add_terminal_flags(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def connected(flags: Mapping[str, Any]) -> Iterator[Terminal]:
-    """Yield a Terminal at the server that `flags` ask for. Raises CommandError, LaunchError or ConfigError."""
+    """Yield a Terminal for the server that `flags` choose. Raises CommandError, LaunchError or ConfigError."""
     sampling = sampling_values(flags)
     interactive = flags["quick"] is None and sys.stdin.isatty()
     with _server(flags) as (url, key), closing(ApiClient(url, key)) as client:
@@ -70,7 +70,7 @@ def connected(flags: Mapping[str, Any]) -> Iterator[Terminal]:
 
 
 def lines(flags: Mapping[str, Any]) -> Iterator[str]:
-    """Return what is to be answered: the one message, what a person types, or the lines of a pipe."""
+    """Return the messages to answer: the one of --quick, typed lines, or the lines of a pipe."""
     if flags["quick"] is not None:
         return iter([flags["quick"]])
     return typed_lines() if sys.stdin.isatty() else piped_lines()
@@ -78,7 +78,7 @@ def lines(flags: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def _server(flags: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
-    """Yield the URL and key of a server: a MODEL that was typed gets one of its own, otherwise one is running."""
+    """Yield the URL and key of a server: of a new one for a typed MODEL, or else of a running one."""
     settings = typed_settings(flags)
     settings.pop("seed", None)
     if "model" not in settings:

@@ -1,4 +1,4 @@
-"""`octavo complete`: text that a model goes on with, by a running server or one for this alone."""
+"""`octavo complete`: a model continues a text, on a running server or on a server for this command alone."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from octavo.commands.chat import add_terminal_flags, connected, lines
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo complete [MODEL] [--url URL] [--flag VALUE ...]"
     parser.description = (
-        "Let a model go on with what is typed, without a chat template. Ctrl-C stops an answer, Ctrl-D ends. Each line"
+        "Let a model continue the typed text, without a chat template. Ctrl-C stops an answer, Ctrl-D ends. Each line"
         " of a pipe is a text of its own."
     )
     parser.set_defaults(run=run)

@@ -1,4 +1,4 @@
-"""`octavo env`: what a bug report needs, to be copied into it."""
+"""`octavo env`: shows facts about the machine and the installation, for a bug report."""
 
 import argparse
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from octavo.environment import sections
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show what a bug report needs of this machine and installation. Keys and tokens are hidden."
+    parser.description = "Show this machine and installation, for a bug report. Keys and tokens are hidden."
     parser.set_defaults(run=run)
     parser.add_argument("path", metavar="MODEL", nargs="?", type=Path, help="a directory or file to be listed as well")
 

@@ -1,4 +1,4 @@
-"""What the commands' flags have in common: MODEL, and the settings of a server."""
+"""The flags that several commands share: MODEL, and the settings of a server."""
 
 import argparse
 import os
@@ -58,13 +58,13 @@ FLAG_GROUPS = {
 
 
 def add_model(parser: argparse.ArgumentParser, shown: str = MODEL_HELP) -> None:
-    """Give `parser` the argument MODEL, which may be typed as --model as well."""
+    """Add the argument MODEL, which may also be typed as --model, to `parser`."""
     parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=shown)
     parser.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help="the same, as a flag")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *without: str) -> None:
-    """Give `parser` the flags of what computes, but those of the fields in `without`; none that concern HTTP."""
+    """Add the flags of scheduler and executor to `parser`, except those of the fields in `without`."""
     for title, names in FLAG_GROUPS.items():
         if title != "server":
             add_flags(parser.add_argument_group(title), [name for name in names if name not in without])
@@ -75,12 +75,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, *without: str) -> None:
 
 
 def read_quiet_config(settings: Mapping[str, Any]) -> Config:
-    """Return the Config of the environment and `settings` for a command whose log nobody waits for."""
+    """Return the Config of the environment and `settings` for a command that logs only warnings."""
     return load_config(os.environ, {"log_level": os.environ.get("OCTAVO_LOG_LEVEL", "warning"), **settings})
 
 
 def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of `flags` that are fields of Config, MODEL among them. Raises ConfigError for two MODELs."""
+    """Return the `flags` that are fields of Config, also MODEL. Raises ConfigError for two MODELs."""
     settings = {name: value for name, value in flags.items() if name in FIELDS}
     typed = flags.get("positional_model")
     if typed is not None and settings.setdefault("model", typed) != typed:
@@ -90,7 +90,7 @@ def typed_settings(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_swallowed_model(settings: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a flag that takes several values has taken what may be MODEL for one of them."""
+    """Raise ConfigError if a flag with several values may have taken MODEL as one of them."""
     if settings.get("model") or os.environ.get("OCTAVO_MODEL"):
         return
     for name in SEVERAL_VALUES:

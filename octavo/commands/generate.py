@@ -1,4 +1,4 @@
-"""`octavo generate`: a file of prompts in, a file of results out, without a server."""
+"""`octavo generate`: reads a file of prompts and writes a file of results, without a server."""
 
 import argparse
 import sys
@@ -20,7 +20,7 @@ from octavo.python.sampling_params import SamplingParams
 from octavo.python.settings import refuse_launcher_fields
 from octavo.terminal.sampling_flags import add_sampling_flags, sampling_values
 
-# Of the settings, those that change results: they are remembered beside them.
+# The settings that change results: they are written beside the results.
 REMEMBERED = (
     "use_modelscope",
     "load_format",
@@ -31,16 +31,16 @@ REMEMBERED = (
     "chat_template",
     "max_model_len",
 )
-PATHS = ("generation_config", "chat_template")  # of those, what may be one
+PATHS = ("generation_config", "chat_template")  # of these settings, the ones that may be paths
 ONLY_IN_RECORDS = ("logprobs", "prompt_logprobs")
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     parser.usage = "octavo generate [MODEL] --input-path FILE --output-path FILE [--flag VALUE ...]"
     parser.description = (
-        "Generate for every prompt of a file. A .txt file has a prompt a line, newlines in it written as \\n; a .jsonl"
-        ' file {"prompt": ...} or {"messages": ...} a line, perhaps with an "id". Interrupted and run again, it goes on'
-        " where it was."
+        "Generate for every prompt of a file. A line of a .txt file is a prompt, with newlines as \\n; a line of a"
+        ' .jsonl file is {"prompt": ...} or {"messages": ...}, with an optional "id". If interrupted, run it again: it'
+        " continues."
     )
     parser.set_defaults(run=run)
     add_model(parser)
@@ -50,8 +50,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
         type=_path,
         required=True,
         metavar="FILE",
-        help="where results go, in the order of the prompts: a line of text each (.txt), or a JSON object with all that"
-        " is known of it (.jsonl)",
+        help="the file of results, in the order of the prompts: a line of text each (.txt), or a JSON object with all"
+        " details (.jsonl)",
     )
     parser.add_argument("--overwrite", action="store_true", help="begin anew, whatever --output-path holds")
     add_sampling_flags(parser)
@@ -73,7 +73,7 @@ def run(flags: Mapping[str, Any]) -> int:
 
 
 def _config(flags: Mapping[str, Any]) -> Config:
-    """Return the settings of the engine; of --seed, which is the sampling's, they know nothing."""
+    """Return the settings of the engine, without --seed, which belongs to the sampling."""
     settings = {name: value for name, value in typed_settings(flags).items() if name != "seed"}
     config = read_quiet_config(settings)
     refuse_launcher_fields(config, "`octavo generate`")
@@ -90,7 +90,7 @@ def _params(sampling: Mapping[str, Any]) -> SamplingParams:
 def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> None:
     try:
         if not source.is_file():
-            raise CommandError(f"--input-path {source} is no regular file")
+            raise CommandError(f"--input-path {source} is not a regular file")
         if target.exists() and target.samefile(source):
             raise ConfigError("--output-path is the same file as --input-path")
     except OSError as error:
@@ -103,7 +103,7 @@ def _check_paths(source: Path, target: Path, sampling: Mapping[str, Any]) -> Non
 
 
 def _parameters(config: Config, sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what results depend on beside the prompts: the model, and what was set."""
+    """Return the parameters that results depend on beside the prompts: the model and the settings."""
     settings = {name: getattr(config, name) for name in REMEMBERED}
     changed = {name: value for name, value in settings.items() if value != FIELDS[name].default}
     changed |= {name: from_root(changed[name]) for name in PATHS if name in changed}

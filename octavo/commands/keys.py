@@ -1,4 +1,4 @@
-"""`octavo keys`: the keys of tcp:// links, a directory for each kind of process."""
+"""`octavo keys`: makes the keys of tcp:// links, in a directory for each kind of process."""
 
 import argparse
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""`octavo pull`: a model onto this machine, without serving it."""
+"""`octavo pull`: brings a model onto this machine, without serving it."""
 
 import argparse
 from collections.abc import Mapping

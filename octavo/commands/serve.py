@@ -1,4 +1,4 @@
-"""`octavo serve`: a model over HTTP, until Ctrl-C."""
+"""`octavo serve`: serves a model over HTTP until Ctrl-C."""
 
 import argparse
 import os
@@ -49,7 +49,7 @@ def run_dry(flags: Mapping[str, Any]) -> int:
 
 
 def _begin(flags: Mapping[str, Any]) -> Config:
-    """Return the Config of a server, with its log set up. Raises ConfigError for what no server starts with."""
+    """Return the Config of a server, and set its log up. Raises ConfigError for settings that no server can have."""
     config = read_config(flags)
     refuse_launcher_fields(config, "`octavo serve`")
     refuse_foreign_keys(config, os.environ)

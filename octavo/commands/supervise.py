@@ -1,4 +1,4 @@
-"""`octavo supervise`: the parent of one process, also as process 1 of a container."""
+"""`octavo supervise`: keeps one process running, also as process 1 of a container."""
 
 import argparse
 import sys
@@ -12,9 +12,9 @@ from octavo.serving.processes import STOP_GRACE_S
 from octavo.serving.supervise import supervise
 
 DESCRIPTION = (
-    "Run one of Octavo's processes, and start it again when it ends or hangs. One that says by the status 2 that its"
-    " settings or model cannot be used ends this too. SIGTERM and SIGINT are passed on. As process 1 of a container it"
-    " also reaps what other processes leave behind."
+    "Run one of Octavo's processes, and start it again when it ends or hangs. The exit status 2 of the process (its"
+    " settings or model cannot be used) ends this too. SIGTERM and SIGINT are passed on. As process 1 of a container it"
+    " also reaps orphaned processes."
 )
 
 
@@ -37,10 +37,10 @@ def run(flags: Mapping[str, Any]) -> int:
     all_ranks = flags["all_ranks"]
     config = read_config({name: value for name, value in flags.items() if name != "all_ranks"})
     begin_log("supervise", config)
-    # What a gateway may take for its streams, every process may: OCTAVO_SHUTDOWN_TIMEOUT_S is the same for it and this.
+    # Every process gets the time that a gateway has for its streams: OCTAVO_SHUTDOWN_TIMEOUT_S sets it for both.
     program = flags["program"]
     if program[0] in ("python", "python3"):
-        program = [sys.executable, *program[1:]]  # the one that has Octavo
+        program = [sys.executable, *program[1:]]  # the interpreter that has Octavo
     return supervise(
         program,
         config.hang_timeout_s,

@@ -1,1 +1,1 @@
-"""Doors with the names that vLLM's users know."""
+"""Modules with the names that users of vLLM know."""

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: a model to generate with in asyncio programs, each answer as a stream."""
+"""`AsyncLLM`: generates in asyncio programs, each answer as a stream."""
 
 import asyncio
 import os
@@ -18,10 +18,10 @@ from octavo.python.settings import config_of, wants_http, with_settings
 
 @with_settings
 class AsyncLLM:
-    """A model to generate with in an asyncio program; MODEL and settings are those of `LLM`.
+    """A model for an asyncio program; MODEL and settings are the same as for `LLM`.
 
     Use it as `async with AsyncLLM(...) as llm`, or call `start` and `close`. Any number of tasks, event loops and
-    threads may use it at once. Raises what `LLM` raises: for wrong settings at once, for the rest in `start`.
+    threads may use it at once. Raises the errors of `LLM`: for wrong settings at once, all others in `start`.
     """
 
     def __init__(self, model: "str | os.PathLike[str] | None" = None, **settings: Any) -> None:
@@ -30,11 +30,11 @@ class AsyncLLM:
 
     @property
     def config(self) -> Config:
-        """The settings of all its processes; once started, with the model's directory and the sockets' addresses."""
+        """The settings of all processes; after the start, with the model's directory and the sockets' addresses."""
         return self._engine.config
 
     async def start(self) -> None:
-        """Return once the model is ready. Cancelled, it ends what it has started; it can be called once."""
+        """Return once the model is ready. Cancelling ends the started processes. It can be called once."""
         try:
             await asyncio.to_thread(self._engine.start)
         except asyncio.CancelledError:
@@ -42,15 +42,15 @@ class AsyncLLM:
             raise
 
     async def close(self) -> None:
-        """End the model and its processes; what is being generated ends with a GenerationError."""
+        """End the model and its processes. Running generations end with a GenerationError."""
         await asyncio.to_thread(self._engine.close)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield all that the model has said after `prompt` so far, whenever there is more; the last one is `finished`.
+        """Yield the model's whole answer to `prompt` so far, whenever there is more; the last output is `finished`.
 
-        `prompt` is one prompt of a form that `LLM.generate` takes. Who stops to iterate ends the generation.
+        `prompt` is one prompt in a form that `LLM.generate` takes. Leaving the iteration ends the generation.
         """
         [sampling] = one_each(sampling_params, 1)
         request = await asyncio.to_thread(self._engine.preparation.of_prompt, prompt, sampling, request_id)
@@ -68,7 +68,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the answer to one conversation as `generate` does."""
+        """Yield the answer to one conversation, in the same way as `generate`."""
         [sampling] = one_each(sampling_params, 1)
         request = await asyncio.to_thread(
             self._engine.preparation.of_chat,

@@ -1,4 +1,4 @@
-"""Prepared requests become outputs: as many at a time as a scheduler is glad to hold, none refused for being many."""
+"""Runs prepared requests: as many at a time as a scheduler can hold, so that no request is refused."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ from octavo.python.preparation import PreparedRequest
 
 
 class Generating:
-    """Runs requests on `engine`, in its event loop, with at most `num_places` sequences under way at a time."""
+    """Runs requests on `engine`, in its event loop, with at most `num_places` sequences running at a time."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, num_places: int) -> None:
         self._engine, self._tokenizer = engine, tokenizer
@@ -49,7 +49,7 @@ class Generating:
         return [output_of(request, its_answers) for request, its_answers in zip(requests, answers, strict=True)]
 
     async def deliver(self, request: PreparedRequest, deliver: Callable[[tuple[int, Delta]], object]) -> None:
-        """Hand what each sequence of `request` gives to `deliver`, with its index, as it comes.
+        """Pass each Delta of `request`, with the index of its sequence, to `deliver` as it comes.
 
         Raises GenerationError or ValueError if one fails: the others are aborted.
         """
@@ -71,7 +71,7 @@ class Generating:
                 yield delta
 
     async def _start(self, sequence: GenerationRequest) -> Generation:
-        """Return the generation once the scheduler has it. Raises ValueError if it never will."""
+        """Return the generation once the scheduler has admitted it. Raises ValueError if the scheduler refuses it."""
         try:
             return await self._engine.start_patiently(sequence)
         except Refused as error:
@@ -79,18 +79,18 @@ class Generating:
 
 
 def collected(request: PreparedRequest, tokenizer: Tokenizer) -> list[Collected]:
-    """Return where the answers to `request` are collected."""
+    """Return an empty Collected for each answer to `request`."""
     return [Collected(index, tokenizer) for index in range(len(request.sequences))]
 
 
 def output_of(request: PreparedRequest, answers: Sequence[Collected]) -> RequestOutput:
-    """Return what there is of the answers to `request`."""
+    """Return the answers to `request` so far."""
     return request_output(request.request_id, request.prompt, request.prompt_token_ids, answers)
 
 
 @contextmanager
 def _first_error() -> Iterator[None]:
-    """Raise the first error of a group alone."""
+    """Raise only the first error of a group."""
     try:
         yield
     except ExceptionGroup as group:

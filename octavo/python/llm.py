@@ -1,4 +1,4 @@
-"""`LLM`: a model to generate with in scripts and notebooks, synchronously, many prompts at a time."""
+"""`LLM`: generates in scripts and notebooks, synchronously, many prompts at a time."""
 
 import functools
 import os
@@ -27,14 +27,14 @@ from octavo.python.settings import config_of, wants_http, with_settings
 
 @with_settings
 class LLM:
-    """A model to generate with: a directory, a Hugging Face id, a .gguf file, or the demo model if none is named.
+    """A model: a directory, a Hugging Face id, a .gguf file, or the demo model if none is named.
 
-    It is there once constructed, and ends with the script, with `close()`, with a `with` block, or with its last
-    reference. Any number of threads may use it at once; what they ask for runs together. Settings are keywords; the
-    variables of `octavo serve` (OCTAVO_MAX_NUM_SEQS=8) count too, a keyword wins, and None leaves a setting as it is.
-    If host, port, metrics_port or api_key is a keyword, the model is served over HTTP as well, as `octavo serve` would,
+    It is ready once constructed, and ends with the script, with `close()`, with a `with` block, or with its last
+    reference. Any number of threads may use it at once; their requests share batches. Settings are keywords; the
+    variables of `octavo serve` (OCTAVO_MAX_NUM_SEQS=8) count too. A keyword wins, and None leaves a setting unchanged.
+    If host, port, metrics_port or api_key is a keyword, the model is also served over HTTP, like with `octavo serve`,
     for as long as the object lives.
-    Raises TypeError for an unknown keyword, ValueError for a model or a value that cannot be, and
+    Raises TypeError for an unknown keyword, ValueError for a model or a value that cannot be used, and
     octavo.errors.LaunchError, with the cause, if it does not start.
     """
 
@@ -50,11 +50,11 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Return what the model says after each prompt, in order.
+        """Return the model's continuation of each prompt, in order.
 
         A prompt is a string (no chat template is applied, and no second BOS added), `{"prompt": ...}`, a list or array
-        of token ids or `{"prompt_token_ids": ...}`; give one of them or a list. `sampling_params` is one for all, or
-        one for each. Raises ValueError, before anything is generated, for a prompt that is too long or cannot be.
+        of token ids or `{"prompt_token_ids": ...}`; give one prompt or a list. `sampling_params` is one object for all
+        prompts, or a list with one for each. Raises ValueError for a wrong or too long prompt, before it generates.
         """
         prepare = self._engine.preparation.of_prompt
         requests = _each(prepare, split_prompts(prompts), sampling_params, "prompts")
@@ -72,8 +72,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the answer to each conversation, in order.
 
-        `messages` is a list of `{"role": ..., "content": ...}` or a list of such lists, which the model's own template
-        makes prompts of; the rest is as for `generate`.
+        `messages` is a list of `{"role": ..., "content": ...}` or a list of such lists; the model's chat template turns
+        each into a prompt. Everything else is as for `generate`.
         """
         prepare = functools.partial(
             self._engine.preparation.of_chat,
@@ -85,11 +85,11 @@ class LLM:
         return self._complete(requests, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's generation_config.json (or else config.json) says, as SamplingParams to change."""
+        """Return the defaults of the model's generation_config.json (or else config.json) as new SamplingParams."""
         return self._engine.preparation.default_sampling_params()
 
     def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as transformers loads it, which may import torch into this process.
+        """Return the model's tokenizer, loaded by transformers, which may import torch into this process.
 
         Raises ValueError if transformers cannot load it.
         """
@@ -102,7 +102,7 @@ class LLM:
             raise ValueError(str(error)) from error
 
     def close(self) -> None:
-        """End the model and its processes, at once if interrupted. Nothing can be generated afterwards."""
+        """End the model and its processes; an interruption kills them. Nothing can be generated afterwards."""
         self._engine.close()
 
     def __enter__(self) -> "LLM":
@@ -119,12 +119,12 @@ class LLM:
 
 
 def _no_bar() -> None:
-    """Show nothing. A disabled bar would start tqdm's thread all the same, which outlives the model."""
+    """Show nothing. Even a disabled bar would start tqdm's thread, which outlives the model."""
 
 
 @contextmanager
 def _progress(num_requests: int) -> Iterator[Callable[[], object]]:
-    """Show a bar, and yield what to call when a request is finished."""
+    """Show a bar, and yield a function to call when a request is finished."""
     with tqdm(total=num_requests, desc="Generating", unit="prompt") as bar:
         yield bar.update
 
@@ -135,7 +135,7 @@ def _each(
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     name: str,
 ) -> list[PreparedRequest]:
-    """Return what `prepare` makes of each item; of several, what is wrong with one says which it is."""
+    """Return the prepared request of each item. With several items, an error names the wrong one."""
     samplings = one_each(sampling_params, len(items))
     requests = []
     for index, (item, sampling) in enumerate(zip(items, samplings, strict=True)):

@@ -1,4 +1,4 @@
-"""The engine of a Python program: the gateway's, in a thread of its own, over child processes that only it uses."""
+"""The engine of a Python program: the gateway's engine in a thread of its own, with its own child processes."""
 
 import asyncio
 import concurrent.futures
@@ -31,7 +31,7 @@ HTTP_ROLE = "gateway"
 
 NOT_RUNNING = "the model is not running: it was closed, or never started in this process (a fork has none)"
 
-MOST_FAILED_STARTS = 8  # in a row, for which their waits take a minute: a program is not to wait for ever
+MOST_FAILED_STARTS = 8  # in a row; with their waits they take a minute, so that a program does not wait forever
 
 CLOSED_UNDER_WAY = "the model was closed before all was generated"
 
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 class _EndedEarlyError(Exception):
-    """A child ended before the model was ready; says which and how, also in statuses."""
+    """A child ended before the model was ready. The message and the statuses say which child, and how."""
 
     def __init__(self, said: str, statuses: Sequence[int]) -> None:
         super().__init__(said)
@@ -49,14 +49,14 @@ class _EndedEarlyError(Exception):
 class LocalEngine:
     """One model's scheduler and executor as children, and a thread whose event loop talks to them.
 
-    With `serves_http` there is a gateway as well, another client of the same scheduler: whoever asks over HTTP shares
-    batches with the program.
+    With `serves_http` there is also a gateway, another client of the same scheduler: requests over HTTP share batches
+    with the program.
 
     `start`, then `submit`, `complete` and `stream`, then `close`: in any thread and any event loop.
     """
 
     def __init__(self, config: Config, *, serves_http: bool = False) -> None:
-        self.config = config  # from `start` on: with the model's directory, ports and the sockets' addresses
+        self.config = config  # after `start` with the model's directory, the ports and the sockets' addresses
         self._serves_http = serves_http
         self.files: ModelFiles
         self.generating: Generating
@@ -66,17 +66,17 @@ class LocalEngine:
         self._begun = False
         self._owner = os.getpid()
         self._resources = ExitStack()
-        self._changing = threading.RLock()  # held while resources are acquired or let go: who closes waits for a start
+        self._changing = threading.RLock()  # held while resources are acquired or released: `close` waits for a start
         self._own_threads: list[threading.Thread] = []
         self._closing = threading.Event()
-        self._lock = threading.RLock()  # nothing is submitted to a thread that was told to end
+        self._lock = threading.RLock()  # no work is submitted to a thread that was told to end
         self._why_not_running = NOT_RUNNING
 
     def start(self) -> None:
         """Return once the model is ready.
 
-        Raises ModelError, a ValueError, if it or a setting cannot be, LaunchError with the cause if it does not start,
-        GenerationError if it was closed before: no process is left then. One that was started before stays as it is.
+        Raises ModelError, a ValueError, if the model or a setting cannot be used; LaunchError with the cause if it does
+        not start; GenerationError if it was closed meanwhile. After an error no process of this start is left.
         """
         with self._lock:
             if self._begun:
@@ -94,13 +94,13 @@ class LocalEngine:
 
     @property
     def preparation(self) -> Preparation:
-        """What makes requests for the model. Raises GenerationError while it is not running."""
+        """The object that makes requests for the model. Raises GenerationError while the model is not running."""
         if self._preparation is None or self._closing.is_set():
             raise GenerationError(self._why_not_running)
         return self._preparation
 
     def submit(self, work: Coroutine[Any, Any, Result]) -> "concurrent.futures.Future[Result]":
-        """Run `work` in the engine's event loop. Raises GenerationError if it is closed, or was never started here."""
+        """Run `work` in the engine's event loop. Raises GenerationError if the engine is not running here."""
         with self._lock:
             if self._thread is None or self._closing.is_set() or os.getpid() != self._owner:
                 work.close()
@@ -108,7 +108,7 @@ class LocalEngine:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def complete(self, request: PreparedRequest) -> RequestOutput:
-        """Return the finished output of `request`, in the caller's event loop. Raises what `Generating.complete` does.
+        """Return the finished output of `request`, in the caller's event loop. Raises errors of `Generating.complete`.
 
         Cancelling it ends the generation.
         """
@@ -118,9 +118,9 @@ class LocalEngine:
         return output
 
     def result(self, future: "concurrent.futures.Future[Result]") -> Result:
-        """Wait for what was submitted; abort it if this thread is interrupted.
+        """Wait for the result of `future`; abort its work if this thread is interrupted.
 
-        Raises what the work raises, and GenerationError, with the reason, if the engine ends before it is done.
+        Raises the errors of the work, and GenerationError, with the reason, if the engine ends before the work is done.
         """
         try:
             return future.result()
@@ -132,7 +132,7 @@ class LocalEngine:
             raise
 
     async def stream(self, request: PreparedRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Yield what there is of `request` whenever there is more, in the caller's event loop."""
+        """Yield the output of `request` so far whenever there is more, in the caller's event loop."""
         loop = asyncio.get_running_loop()
         arrived: asyncio.Queue[tuple[int, Delta] | concurrent.futures.Future[None]] = asyncio.Queue()
 
@@ -162,13 +162,13 @@ class LocalEngine:
             future.cancel()
 
     def close(self) -> None:
-        """End all: what is under way is aborted, no process or thread is left. Any number of times, in any thread.
+        """Abort all work and end all processes and threads. May be called repeatedly, in any thread.
 
-        A start that is under way in another thread gives up first.
+        A start that runs in another thread gives up first.
         """
-        if os.getpid() != self._owner:  # a fork has none of the threads, and its parent's children
+        if os.getpid() != self._owner:  # a fork has no threads, and the children are its parent's
             return
-        if threading.current_thread() in self._own_threads:  # as a garbage collection may have it
+        if threading.current_thread() in self._own_threads:  # a garbage collection may run there
             threading.Thread(target=self.close, name="octavo-close").start()
             return
         with self._lock:
@@ -177,13 +177,13 @@ class LocalEngine:
             self._resources.close()
 
     def _start(self) -> None:
-        """Start all; after each step that takes time, see whether it is still wanted."""
+        """Start everything. After each slow step, check whether `close` was called."""
         self._require_open()
         log = ChildLog()
         self._own_threads.append(log.thread)
         self._resources.callback(log.close)
         if self._serves_http:
-            self.config = with_ports(self.config, str)  # keywords are called as they are
+            self.config = with_ports(self.config, str)  # an error names a keyword, not a flag
         self._resolve()
         self._require_open()
         roles = (*ROLES, HTTP_ROLE) if self._serves_http else ROLES
@@ -231,7 +231,7 @@ class LocalEngine:
         try:
             asyncio.run(self._serve(opened))
         finally:
-            opened.cancel()  # for who waits for it, if it could not be opened
+            opened.cancel()  # for the thread that waits, if the engine could not be opened
 
     async def _serve(self, opened: "concurrent.futures.Future[tuple[Engine, asyncio.Event]]") -> None:
         self._loop, stopping = asyncio.get_running_loop(), asyncio.Event()
@@ -265,7 +265,7 @@ class LocalEngine:
             raise GenerationError("the model was closed before it was ready")
 
     def _watch(self, processes: Processes, log: ChildLog) -> None:
-        """Start again what ends, from now on; end all if one can never start again."""
+        """From now on start children again when they end; end everything if a child can never start again."""
 
         def watch() -> None:
             reason: str | None = None
@@ -274,7 +274,7 @@ class LocalEngine:
             if reason is not None:
                 statuses = processes.statuses()
                 processes.stop()
-                log.close()  # all that was said is there
+                log.close()  # reads the log to its end
                 self._why_not_running = f"the model is not running any more: {reason}: {log.cause(statuses)}"
                 self.close()
 
@@ -285,7 +285,7 @@ class LocalEngine:
 
 
 def _why_not_revived(processes: Processes) -> str | None:
-    """Start again what has ended, or return why that would be in vain."""
+    """Start children that have ended again, or return the reason why they cannot start."""
     if reason := processes.cannot_start(MOST_FAILED_STARTS):
         return reason
     processes.revive()

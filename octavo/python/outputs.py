@@ -1,4 +1,4 @@
-"""What the Python API returns, and how it grows from what the engine gives piece by piece."""
+"""The outputs of the Python API, and how they grow from the engine's Deltas."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from octavo.gateway.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log probability of a token in one place, its rank there (1 is the likeliest), and its text."""
+    """Log probability of a token at one position, its rank there (1 is the most likely), and its text."""
 
     logprob: float
     rank: int | None = None
     decoded_token: str | None = None
 
 
-# Of one place: its own token first, then the likeliest ones asked for, by token id.
+# For one position, by token id: the position's own token first, then as many of the most likely as were asked for.
 Alternatives = dict[int, Logprob]
 
 
@@ -25,10 +25,10 @@ Alternatives = dict[int, Logprob]
 class CompletionOutput:
     """One answer to a prompt.
 
-    `token_ids` ends with the token that ended the answer, whose text is not in `text` unless asked for. `logprobs`
-    has an entry a token, None if none were asked for, as `cumulative_logprob` is, their sum over the answer's own
-    tokens. `finish_reason` is "stop" or "length", None while it goes on; `stop_reason` is the stop string or stop
-    token id that ended it, None if that was the model's own end or the length.
+    `token_ids` ends with the token that ended the answer; `text` has the text of that token only on request.
+    `logprobs` has an entry per token, and `cumulative_logprob` is the sum over the answer's tokens; both are None
+    unless asked for. `finish_reason` is "stop" or "length", and None while the answer goes on. `stop_reason` is the
+    stop string or stop token id that ended the answer, and None for the model's own end or the length.
     """
 
     index: int
@@ -47,9 +47,9 @@ class CompletionOutput:
 class RequestOutput:
     """The answers to one prompt.
 
-    `prompt` is its text, for a chat what the template made of the messages, None if it was given as token ids.
-    `num_cached_tokens` counts the prompt's tokens that were found in the prefix cache. `prompt_logprobs` has an entry
-    a prompt token, the first one None, if they were asked for. `finished` says that every answer has ended.
+    `prompt` is the prompt's text (of a chat: the rendered messages), or None if it was given as token ids.
+    `num_cached_tokens` counts the prompt's tokens that were found in the prefix cache. `prompt_logprobs`, if asked
+    for, has an entry per prompt token, the first one None. `finished`: every answer has ended.
     """
 
     request_id: str
@@ -62,7 +62,7 @@ class RequestOutput:
 
 
 class Collected:
-    """What has come of one answer so far. What an output takes is made of each delta once, and shared by outputs."""
+    """One answer so far. Each Delta is converted once, and all outputs share the result."""
 
     def __init__(self, index: int, tokenizer: Tokenizer) -> None:
         self.index, self._tokenizer = index, tokenizer
@@ -106,15 +106,15 @@ class Collected:
 def request_output(
     request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: Sequence[Collected]
 ) -> RequestOutput:
-    """Return what there is of all the answers to a prompt."""
+    """Return the answers to a prompt so far."""
     return RequestOutput(
-        request_id,
-        prompt,
-        prompt_token_ids,
-        [answer.output() for answer in answers],
-        answers[0].num_cached_tokens,
-        answers[0].prompt_logprobs,
-        all(answer.finish_reason is not None for answer in answers),
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[answer.output() for answer in answers],
+        num_cached_tokens=answers[0].num_cached_tokens,
+        prompt_logprobs=answers[0].prompt_logprobs,
+        finished=all(answer.finish_reason is not None for answer in answers),
     )
 
 

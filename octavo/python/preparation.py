@@ -1,4 +1,4 @@
-"""The door of the Python API: what a caller hands over becomes what is asked, and that is prepared. No event loop."""
+"""The door of the Python API: the caller's prompts become `Asked`, which is prepared. No event loop."""
 
 import itertools
 import operator
@@ -41,7 +41,7 @@ Conversation = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A prompt and the sequences to generate for it, one an answer."""
+    """A prompt and the sequences to generate for it, one per answer."""
 
     request_id: str
     prompt: str | None  # None: it was given as token ids
@@ -50,7 +50,7 @@ class PreparedRequest:
 
 
 class Preparation:
-    """The door of the Python API: what callers hand over becomes what is asked. Several threads may use it at once."""
+    """The door of the Python API: prepares the caller's prompts. Several threads may use it at once."""
 
     def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
         seeds = random.SystemRandom() if seed is None else random.Random(seed)
@@ -58,7 +58,7 @@ class Preparation:
         self._numbers = itertools.count()
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
-        """Return what to generate for a prompt. Raises ValueError or TypeError that says what is wrong with it."""
+        """Return the request for a prompt. Raises ValueError or TypeError if the prompt is wrong."""
         given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
             return self._request(PromptText(given), params, request_id, FieldNames())
@@ -74,7 +74,7 @@ class Preparation:
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> PreparedRequest:
-        """Return what to generate for a conversation. Raises ValueError that says what is wrong with it."""
+        """Return the request for a conversation. Raises ValueError if the conversation is wrong."""
         fields = {
             "messages": messages,
             "add_generation_prompt": add_generation_prompt,
@@ -86,7 +86,7 @@ class Preparation:
         return self._request(prompt, params, request_id, FieldNames(prompt="messages"))
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return what the model's files say of sampling."""
+        """Return the sampling defaults in the model's files."""
         said = msgspec.structs.asdict(self._model.files.sampling_defaults)
         return SamplingParams(**{name: value for name, value in said.items() if value is not None})
 
@@ -104,7 +104,7 @@ class Preparation:
 
 
 def _sampling(params: SamplingParams) -> AskedSampling:
-    """Return what `params` ask for. `max_tokens` is a limit here, not a demand: the end of the context is another."""
+    """Return the sampling of `params`. `max_tokens` is a limit here: the end of the context is another limit."""
     body = params.request
     return asked_sampling(
         body,
@@ -117,7 +117,7 @@ def _sampling(params: SamplingParams) -> AskedSampling:
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts in one prompt or a sequence of them; integers are the token ids of one. Raises TypeError."""
+    """Return the prompts in one prompt or in a sequence; integers are the token ids of one prompt. Raises TypeError."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     items = [_listed(item) for item in _sequence(prompts)]
@@ -127,7 +127,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Return the conversations in one of them or a sequence of them. Raises TypeError."""
+    """Return the conversations in one conversation or in a sequence. Raises TypeError."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise TypeError(f"messages is a list of messages or a list of such lists, not {type(messages).__name__}")
     items = cast("Sequence[Any]", messages)
@@ -135,7 +135,7 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
 
 
 def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    """Return the sampling of each prompt. Raises ValueError if there are more or fewer, TypeError if it is none."""
+    """Return the sampling of each prompt. Raises ValueError for a wrong number of them, TypeError for a wrong type."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -151,7 +151,7 @@ def one_each(params: SamplingParams | Sequence[SamplingParams] | None, num_promp
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Say of a ValueError or TypeError where it is."""
+    """Add the place to a ValueError or TypeError."""
     try:
         yield
     except ValueError as error:
@@ -161,7 +161,7 @@ def naming(place: str) -> Iterator[None]:
 
 
 def _only_value(prompt: Mapping[str, Any]) -> Any:
-    """Return the prompt in a dictionary. Raises ValueError for what it must not have."""
+    """Return the prompt in a dictionary. Raises ValueError for keys that it must not have."""
     for name in prompt:
         if name not in ("prompt", "prompt_token_ids"):
             raise ValueError(f"{name!r} in a prompt is not supported: it has 'prompt' or 'prompt_token_ids'")
@@ -174,12 +174,12 @@ def _only_value(prompt: Mapping[str, Any]) -> Any:
 
 
 def _listed(value: Any) -> Any:
-    """Return an array of NumPy or torch as a list, and anything else as it is."""
+    """Return an array of NumPy or torch as a list, and any other value unchanged."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
 def _sequence(value: Any) -> Sequence[Any]:
-    """Return what is a sequence of prompts or token ids as one. Raises TypeError for bytes, which are neither."""
+    """Return a sequence of prompts or token ids. Raises TypeError for bytes, which are neither."""
     listed = _listed(value)
     if not isinstance(listed, Sequence) or isinstance(listed, bytes | bytearray | memoryview):
         raise _wrong_prompt(type(value).__name__)
@@ -193,7 +193,7 @@ def _token_ids(given: Any) -> list[int]:
             raise _wrong_prompt(f"a list with {type(token_id).__name__} at index {index}")
     try:
         return [operator.index(token_id) for token_id in token_ids]
-    except TypeError as error:  # an array has the method, whatever is in it
+    except TypeError as error:  # every array has the method, also one whose elements are not numbers
         raise _wrong_prompt(f"a list of what is none: {error}") from None
 
 
@@ -213,7 +213,7 @@ def _chat_request(fields: Mapping[str, Any]) -> ChatRequest:
 
 @contextmanager
 def _as_value_error() -> Iterator[None]:
-    """Raise what the gateway would answer a client with as a ValueError."""
+    """Raise a RequestError, which the gateway would send to a client, as a ValueError."""
     try:
         yield
     except RequestError as error:

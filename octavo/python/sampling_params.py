@@ -1,4 +1,4 @@
-"""How to sample, as a person says it in Python: the fields of the HTTP API under the same checks."""
+"""`SamplingParams`: how to sample. It has the sampling fields of the HTTP API, with the same checks."""
 
 import inspect
 import math
@@ -17,13 +17,13 @@ from octavo.protocol.settings.suggestions import suggestion
 
 
 class SamplingRequest(CompletionRequest, kw_only=True):
-    """A completion request of which only the sampling is of interest."""
+    """A completion request of which only the sampling is used."""
 
     prompt: Any = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-# Fields of a request that say nothing of how tokens are chosen.
+# Fields of a request that do not concern how tokens are chosen.
 NOT_SAMPLING = frozenset(
     {
         "model", "prompt", "prompt_embeds", "suffix", "echo", "add_special_tokens", "stream", "stream_options", "user",
@@ -34,20 +34,20 @@ NOT_SAMPLING = frozenset(
     }
 )  # fmt: skip
 HINTS = typing.get_type_hints(SamplingRequest, include_extras=True)
-NAMES = tuple(name for name in HINTS if name not in NOT_SAMPLING)  # some of which are only refused
+NAMES = tuple(name for name in HINTS if name not in NOT_SAMPLING)  # some of them are always refused
 MARKS = {name: getattr(HINTS[name], "__metadata__", ()) for name in NAMES}
-DEFAULTS = {"max_tokens": DEFAULT_MAX_TOKENS}  # as one sees it that was not given; of all others, None
+DEFAULTS = {"max_tokens": DEFAULT_MAX_TOKENS}  # the values of fields that were not given; None for all other fields
 HONOURED = tuple(name for name in NAMES if not any(isinstance(mark, OnlyNeutral) for mark in MARKS[name]))
 
 
 class SamplingParams:
-    """How the tokens of a prompt's answers are chosen. Give what differs from the model's defaults, by keyword.
+    """How the tokens of a prompt's answers are chosen. Give fields that differ from the model's defaults.
 
-    What is left out, or None, is what the model's files say, else the default of the HTTP API:
-    temperature 1, top_p 1, top_k off, min_p 0, no penalties, n 1, a seed drawn anew. `max_tokens` is 16 if left out;
-    given as None it is all that fits. `top_k` -1 and 0 are off. `logprobs` and `prompt_logprobs` are how many
-    alternatives to report beside each token. Raises ValueError, naming the field, for a value that cannot be, and
-    TypeError for an unknown field. Fields may be set later too, under the same checks.
+    A field that is left out, or None, has the value of the model's files, or else the default of the HTTP API:
+    temperature 1, top_p 1, top_k off, min_p 0, no penalties, n 1, a new random seed. `max_tokens` is 16 if left out;
+    None means as many as fit. `top_k` -1 and 0 are off. `logprobs` and `prompt_logprobs` are how many of the most
+    likely tokens to report beside each token. Raises ValueError, which names the field, for a wrong value, and
+    TypeError for an unknown field. Fields may also be set later, with the same checks.
     """
 
     __signature__ = inspect.Signature(
@@ -98,7 +98,7 @@ class SamplingParams:
 
 
 def _checked(fields: Mapping[str, Any]) -> SamplingRequest:
-    """Return the request that `fields` make. Raises ValueError that names the one that cannot be."""
+    """Return the request with these `fields`. Raises ValueError that names the wrong field."""
     values = {name: value for name, value in fields.items() if value is not None}
     if isinstance(biases := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token_id): bias for token_id, bias in biases.items()}

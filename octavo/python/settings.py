@@ -1,4 +1,4 @@
-"""The settings of `LLM` and `AsyncLLM`: fields of Config as keywords, over the variables that set them for servers."""
+"""The settings of `LLM` and `AsyncLLM`: fields of Config as keywords, which win over a server's variables."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ from octavo.protocol.settings.foreign import say_what_has_no_effect
 from octavo.protocol.settings.loading import load_config, refuse_foreign_keys
 from octavo.protocol.settings.suggestions import setting_suggestion
 
-# Whoever starts the processes chooses these: each server has sockets of its own, and ranks that meet there.
+# The launcher of the processes chooses these: each server has its own sockets, and its own place where ranks meet.
 LAUNCHER_FIELDS = (
     "frontend_address",
     "backend_address",
@@ -22,7 +22,7 @@ LAUNCHER_FIELDS = (
     "link_keys_dir",
     "insecure_links",
 )
-# A program's own engine listens nowhere, unless one of these is a keyword.
+# A program's own engine serves HTTP only if one of these is a keyword.
 HTTP_FIELDS = (
     "host",
     "port",
@@ -34,16 +34,16 @@ HTTP_FIELDS = (
     "keep_alive_timeout_s",
     "shutdown_timeout_s",
 )
-LOG_LEVEL = "warning"  # unless another is asked for: the program's own output comes first
+LOG_LEVEL = "warning"  # the default: the program's own output is more important
 KEYWORDS = tuple(name for name in FIELDS if name not in LAUNCHER_FIELDS)
 
 AnyClass = TypeVar("AnyClass", bound=type)
 
 
 def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Mapping[str, object]) -> Config:
-    """Return the Config of the OCTAVO_* variables, `model` and `settings`, which win; None leaves a setting as it is.
+    """Return the Config of the OCTAVO_* variables, `model` and `settings`, which win; None leaves a setting unchanged.
 
-    Raises TypeError for a keyword that is none, naming the nearest, and ConfigError for a value that cannot be.
+    Raises TypeError for an unknown keyword, with the nearest known one, and ConfigError for a wrong value.
     """
     know_home()
     for name in settings:
@@ -62,12 +62,12 @@ def config_of(caller: str, model: "str | os.PathLike[str] | None", settings: Map
 
 
 def wants_http(settings: Mapping[str, object]) -> bool:
-    """Return whether a keyword asks for the HTTP API; variables do not, which are for servers."""
+    """Return whether a keyword asks for the HTTP API. Variables do not count: they are for servers."""
     return any(settings.get(name) is not None for name in HTTP_FIELDS)
 
 
 def refuse_launcher_fields(config: Config, caller: str) -> None:
-    """Raise ConfigError if a variable sets what `caller`, which starts the processes, chooses itself."""
+    """Raise ConfigError if a variable sets a field that `caller`, which starts the processes, chooses itself."""
     for name in LAUNCHER_FIELDS:
         if getattr(config, name) != FIELDS[name].default:
             variable = f"OCTAVO_{name.upper()}"
@@ -75,7 +75,7 @@ def refuse_launcher_fields(config: Config, caller: str) -> None:
 
 
 def with_settings(kind: AnyClass) -> AnyClass:
-    """Let the class `kind` show the settings as its keywords, in its signature and its docstring."""
+    """Add the settings to the signature and the docstring of the class `kind`."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
     names = [name for name in KEYWORDS if name != "model"]

@@ -1,4 +1,4 @@
-"""What child processes write to their standard error: passed on to ours, its end kept for an error's cause."""
+"""Copies the standard error of child processes to our own, and keeps its end as the cause of an error."""
 
 import contextlib
 import os
@@ -15,15 +15,15 @@ NUM_SHOWN_LINES = 15
 class ChildLog:
     """A pipe for the standard error of children, copied until `close`.
 
-    With `reasons_last`, the paragraph in which a child says why it does not start comes at `close`, behind what others
-    say meanwhile; or at once, after `release`.
+    With `reasons_last`, the paragraph in which a child says why it does not start is held until `close`, so that it
+    comes after the lines of other children. After `release` it is shown at once.
     """
 
     def __init__(self, *, reasons_last: bool = False) -> None:
         self._holds_reasons = reasons_last
         self._held = b""
-        self._line = b""  # the beginning of one that may be a reason
-        self._is_in_line = False  # of which a part was shown
+        self._line = b""  # the beginning of a line that may be a reason
+        self._is_in_line = False  # whether a part of the present line was shown
         self._source, self.descriptor = os.pipe()
         self._end = f"\0{secrets.token_hex(16)}\n".encode()
         self._kept = b""
@@ -32,22 +32,22 @@ class ChildLog:
         self._is_open = True
 
     def release(self) -> None:
-        """Hold no reason from now on: the start is over."""
+        """Hold no more reasons: the start is over."""
         self._holds_reasons = False
 
     def close(self) -> None:
-        """Read what is left. To be called once no child lives; any number of times."""
+        """Read the rest. Call it after all children have ended; it may be called repeatedly."""
         if not self._is_open:
             return
         self._is_open = False
-        # The end of the file may never come: a process that the user forked holds the pipe open as well.
+        # The end of the file may never come: a process that the user forked may hold the pipe open.
         os.write(self.descriptor, self._end)
         self.thread.join()
         os.close(self.descriptor)
         os.close(self._source)
 
     def cause(self, statuses: Sequence[int]) -> str:
-        """Return what children said last of which some ended with `statuses`: why one refuses, or the last lines."""
+        """Return the children's last words: why a child refuses, or the last lines. `statuses`: how they ended."""
         lines = self._kept.decode(errors="replace").splitlines()
         for line in reversed(lines) if REFUSED in statuses else ():
             name, colon, reason = line.partition(": ")
@@ -64,11 +64,11 @@ class ChildLog:
         self._show(self._line + self._held)
 
     def _show(self, text: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it
+        with contextlib.suppress(OSError):  # nobody reads our standard error
             os.write(2, text)
 
     def _to_show(self, chunk: bytes) -> bytes:
-        """Return what of the log can be shown at once."""
+        """Return the part of the log that can be shown at once."""
         if not self._holds_reasons:
             shown, self._held, self._line = self._held + self._line + chunk, b"", b""
             return shown
@@ -85,6 +85,6 @@ class ChildLog:
 
 
 def _may_be_reason(part: bytes) -> bool:
-    """Whether the line that begins with `part` is a reason, as far as that is known."""
+    """Whether the line that begins with `part` may be a reason."""
     begins = PROGRAM.encode()
     return part.startswith(begins) or begins.startswith(part)

@@ -1,4 +1,4 @@
-"""`octavo serve MODEL --dry-run`: what serving would take, said by a child, since only the executor knows models."""
+"""`octavo serve MODEL --dry-run`: a child prints the needs of the model, because only the executor knows models."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from octavo.serving.processes import Process, kill_processes
 
 
 def dry_run(config: Config) -> int:
-    """Print what serving takes and return 0 if this machine has it, 1 if not. Raises ModelError."""
+    """Print what the model needs. Return 0 if it fits this machine, 1 if not. Raises ModelError."""
     resolved = msgspec.structs.replace(config, model=str(resolve_config_of(config)))
     command = [sys.executable, "-P", "-m", "octavo.executor.start.dry_run"]
     environ = child_environ(resolved, os.environ, secrets=False)

@@ -1,4 +1,4 @@
-"""`octavo serve`: start scheduler, executor and gateway, keep them alive, and end them together."""
+"""`octavo serve`: starts scheduler, executor and gateway, keeps them alive, and ends them together."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ ROLES = ("scheduler", "executor", "gateway")
 class Launcher:
     """The three roles of one server on one machine, until a signal.
 
-    Before the server is ready, a child that ends stops everything: why is the last that `log` says. Afterwards it is
-    restarted.
+    Before the server is ready, a child that ends stops everything, and the last lines of `log` say why. Afterwards a
+    child that ends is restarted.
     """
 
     def __init__(self, config: Config, log: ChildLog) -> None:
@@ -60,14 +60,14 @@ class Launcher:
                 raise _start_error(ended, self.processes.statuses())
             if is_healthy(self.config):
                 self.log.release()
-                with suppress(CommandError, OutputEndedError):  # it serves, whether anybody reads that or not
+                with suppress(CommandError, OutputEndedError):  # the server works even if nobody reads this text
                     print(ready_text(self.config, time.monotonic() - started_s), flush=True)
                 return
             time.sleep(POLL_S)
 
     def _supervise(self) -> None:
         while not self.stopping:
-            self.processes.revive()  # also what refuses: the memory that it lacks may be there a moment later
+            self.processes.revive()  # also one that refuses: there may be enough memory a moment later
             time.sleep(POLL_S)
 
     def _stop(self) -> None:
@@ -77,7 +77,7 @@ class Launcher:
 
 
 def _start_error(ended: str, statuses: Sequence[int]) -> LaunchError:
-    """Return the error of a server one of whose children, as `ended` says, has ended before it was ready."""
+    """Return the error for a child that has ended before the server was ready; `ended` says which and how."""
     if REFUSED in statuses:
         return ChildRefusedError(f"the {ended}: it says why")
     return LaunchError(f"nothing is served: {why_ended_early(ended, statuses)}; what it said last is above")
@@ -95,7 +95,7 @@ def serve(config: Config, model_directory: Path, served_name: str) -> None:
 
 
 def ready_text(config: Config, seconds: float) -> str:
-    """Return what a person sees once requests are served: where, and one to try."""
+    """Return the text for the user once requests are served: the address, and a request to try."""
     url = "http://localhost" if config.uds else server_url(config)
     where, socket_flag = (config.uds, f" --unix-socket {shlex.quote(config.uds)}") if config.uds else (url, "")
     name = config.served_model_name[0]
@@ -110,7 +110,7 @@ def ready_text(config: Config, seconds: float) -> str:
 
 @contextmanager
 def _signals(request_stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGINT and SIGTERM call `request_stop` while the body runs, its clean-up included."""
+    """Let SIGINT and SIGTERM call `request_stop` while the body runs, including its clean-up."""
     former = {number: signal.signal(number, lambda *_: request_stop()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where a server of this machine listens: whether it could, and whether it answers."""
+"""Checks whether a server of this machine can listen at its address, and whether it answers there."""
 
 import errno
 import http.client
@@ -18,10 +18,10 @@ HEALTH_TIMEOUT_S = 2.0
 
 
 def with_ports(config: Config, name_of: Callable[[str], str] = flag_name) -> Config:
-    """Return `config` with ports on which its gateway can listen: the configured ones, free ones for 0.
+    """Return `config` with ports on which its gateway can listen: the configured ones, or free ones for 0.
 
-    Raises LaunchError, with the setting to change as `name_of` calls it, if it could not: found out before minutes of
-    loading.
+    Raises LaunchError if the gateway cannot listen, before minutes of loading. The message names the setting to change
+    in the form that `name_of` returns.
     """
     metrics_port = config.metrics_port
     return msgspec.structs.replace(
@@ -84,5 +84,5 @@ def is_healthy(config: Config) -> bool:
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):  # refused, timed out, or no HTTP
+        except (OSError, http.client.HTTPException):  # refused, timed out, or not HTTP
             return False

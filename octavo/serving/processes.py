@@ -1,4 +1,4 @@
-"""The child processes of one server: started, watched, started again when they end, and ended together."""
+"""Starts the child processes of one server, watches them, restarts them when they end, and ends them together."""
 
 import logging
 import os
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 STOP_ORDER = ("gateway", "executor", "scheduler")  # clients are told first
 STOP_GRACE_S = 8.0
 FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 30.0
-STABLE_AFTER_S = 60.0  # a life this long makes the next restart prompt again
-SHOW_STACKS_S, KILL_S = 0.5, 5.0  # what a hung process is given for either
+STABLE_AFTER_S = 60.0  # after a life this long, the next restart waits only briefly
+SHOW_STACKS_S, KILL_S = 0.5, 5.0  # the time that a hung process has for each
 POLL_S = 0.1
 
 
 class Process(subprocess.Popen[bytes]):
     """One of our processes, run by `command` in a session of its own and tied to this one by a lifeline.
 
-    When this process ends, however it ends, its end of the lifeline closes and the child stops by itself. Raises
-    OSError if the command cannot be run.
+    When this process ends in any way, its end of the lifeline closes and the child stops by itself. Raises OSError if
+    the command cannot be run.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Process(subprocess.Popen[bytes]):
                 stdout=stdout,
                 stderr=stderr,
                 pass_fds=[self.lifeline.fd],
-                start_new_session=True,  # a Ctrl-C reaches this process alone, which then stops them in order
+                start_new_session=True,  # a Ctrl-C reaches only this process, which then stops its children in order
             )
         except OSError:
             self.lifeline.close()
@@ -61,7 +61,7 @@ class Process(subprocess.Popen[bytes]):
         self.lifeline.release()
 
     def end_hung(self) -> None:
-        """End it without asking, once it has shown where its threads are (which one that is stopped cannot)."""
+        """Kill it, after it has printed the stacks of its threads (a stopped process cannot)."""
         self.send_signal(signal.SIGQUIT)
         for patience_s, end in ((SHOW_STACKS_S, self.kill), (KILL_S, lambda: None)):
             try:
@@ -71,7 +71,7 @@ class Process(subprocess.Popen[bytes]):
 
 
 class Backoff:
-    """How long to wait before the next life of a process: it doubles from one to the next while lives are short."""
+    """How long to wait before a process is restarted: the wait doubles each time while lives are short."""
 
     def __init__(self) -> None:
         self._next_s = FIRST_BACKOFF_S
@@ -84,10 +84,10 @@ class Backoff:
 
 
 class Child:
-    """One role: the processes of its present life, and when the next may begin.
+    """One role: the processes of its present life, and the time of its next restart.
 
-    `start` begins a life. There are several processes of an executor's ranks, which live and die together. One that
-    does not beat for `hang_timeout_s` is ended; one that is asked to end has `stop_grace_s` for it.
+    `start` begins a life. An executor has one process per rank; they start and end together. A process that does not
+    beat for `hang_timeout_s` is killed; a process that is asked to end has `stop_grace_s` for it.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Child:
     ) -> None:
         self.role, self._start, self._hang_timeout_s = role, start, hang_timeout_s
         self._stop_grace_s = stop_grace_s
-        self.num_failed_starts = 0  # the lives since the last one that began its work: they ended before
+        self.num_failed_starts = 0  # lives in a row that ended before they began their work
         self.processes = start()
         self._started_at_s = time.monotonic()
         self._restart_at_s: float | None = None
@@ -114,13 +114,13 @@ class Child:
         return None
 
     def refused(self) -> str | None:
-        """Return which process has ended because settings or model cannot be used, as things are, if there is one."""
+        """Return which process has ended because its settings or model cannot be used at present, if there is one."""
         return self.ended() if REFUSED in (process.poll() for process in self.processes) else None
 
     def revive(self, now_s: float) -> None:
-        """End it if it hangs; start it again if it has ended, after a wait that grows while its lives are short.
+        """Kill it if it hangs; restart it if it has ended, after a wait that grows while its lives are short.
 
-        To be called often.
+        Call this often.
         """
         self._end_hung(now_s)
         ended = self.ended()
@@ -138,19 +138,19 @@ class Child:
             self._restart(now_s)
 
     def end(self) -> None:
-        """End its processes: ask, and kill what has not ended in time."""
+        """Ask its processes to end, and kill those that have not ended in time."""
         try:
             end_processes(self.processes, self._stop_grace_s)
         finally:
             self._close()
 
     def kill(self) -> None:
-        """End its processes without asking, those that have not ended."""
+        """Kill its processes that have not ended."""
         kill_processes(self.processes)
         self._close()
 
     def _restart(self, now_s: float) -> None:
-        """Begin the next life, or try again later: a machine that lacks processes or memory may have them soon."""
+        """Begin the next life, or try again later: a machine may have enough processes or memory then."""
         try:
             processes = self._start()
         except OSError as error:
@@ -158,7 +158,7 @@ class Child:
             self._restart_at_s = now_s + wait_s
             logger.error("the %s cannot be started: %s; tried again in %.1f s", self.role, error.strerror, wait_s)
             return
-        self._close()  # what has ended is looked at until there is another
+        self._close()  # `ended` reads the old processes until there are new ones
         self.processes = processes
         self._started_at_s, self._restart_at_s = time.monotonic(), None
 
@@ -178,10 +178,10 @@ class Child:
 
 
 class Processes:
-    """The children of one server on one machine: one of each of `roles`, an executor's ranks counting as one.
+    """The children of one server on one machine: one Child for each of `roles`. An executor's ranks are one Child.
 
-    One thread at a time uses an object; no signal is handled here. `stderr` is the descriptor of the children's log,
-    this process's own if it is None.
+    Only one thread at a time may use it. It handles no signals. `stderr` is the descriptor of the children's log; None
+    means this process's own.
     """
 
     def __init__(self, config: Config, roles: Sequence[str], *, stderr: int | None = None) -> None:
@@ -190,7 +190,7 @@ class Processes:
         self._num_executor_lives = 0
 
     def start(self) -> None:
-        """Start all. Raises LaunchError; what began has to be stopped also then."""
+        """Start all children. Raises LaunchError; call `stop` also after an error."""
         for role in self._roles:
             try:
                 self.children[role] = Child(
@@ -211,7 +211,7 @@ class Processes:
         return next((ended for child in self.children.values() if (ended := child.ended())), None)
 
     def cannot_start(self, num_tries: int) -> str | None:
-        """Return who refuses to start, or whose last `num_tries` lives ended before they began their work, if any."""
+        """Return which child refuses to start, or failed `num_tries` times in a row before it began its work."""
         for child in self.children.values():
             if refused := child.refused():
                 return f"the {refused}"
@@ -220,19 +220,19 @@ class Processes:
         return None
 
     def statuses(self) -> list[int]:
-        """Return how those ended that did: a status, or the number of a signal below 0."""
+        """Return the exit statuses of processes that have ended; a signal is a negative number."""
         processes = [process for child in self.children.values() for process in child.processes]
         return [status for process in processes if (status := process.poll()) is not None]
 
     def revive(self) -> None:
-        """Start again what has ended, each after its wait. To be called every POLL_S."""
+        """Restart children that have ended, each after its wait. Call this every POLL_S."""
         for child in self.children.values():
             child.revive(time.monotonic())
 
     def stop(self) -> None:
-        """End every child: ask, in order, and kill what has not ended in time. This is the end of the object too.
+        """Ask every child to end, in order, and kill it if it takes too long. The object cannot be used afterwards.
 
-        An interruption kills those that are left.
+        An interruption kills the children that are left.
         """
         try:
             for role in STOP_ORDER:
@@ -255,7 +255,7 @@ class Processes:
 
 
 def start_together(starts: Iterable[Callable[[], Process]]) -> list[Process]:
-    """Start an executor's ranks: all of them or, if OSError is raised, none."""
+    """Start an executor's ranks. If one raises OSError, the others are ended."""
     with ExitStack() as unless_all_start:
         ranks = []
         for start in starts:
@@ -267,7 +267,7 @@ def start_together(starts: Iterable[Callable[[], Process]]) -> list[Process]:
 
 
 def why_ended_early(ended: str, statuses: Sequence[int]) -> str:
-    """Return what to tell of processes of which one, as `ended` says, ended before the model was ready."""
+    """Return the message for a process that ended before the model was ready; `ended` says which and how."""
     if -signal.SIGKILL in statuses:
         return (
             f"the {ended} before the model was ready, which is how a system ends a process when memory runs out "
@@ -278,14 +278,14 @@ def why_ended_early(ended: str, statuses: Sequence[int]) -> str:
 
 
 def end_processes(processes: Sequence[Process], grace_s: float = STOP_GRACE_S) -> None:
-    """End the processes of one role: ask all at once, and kill what has not ended after `grace_s`.
+    """Ask the processes of one role to end, all at once, and kill those that have not ended after `grace_s`.
 
     An interruption (Ctrl-C) kills them at once, and is raised when they have ended.
     """
     deadline_s = time.monotonic() + grace_s
     try:
         for process in processes:
-            process.send_signal(signal.SIGTERM)  # nothing is sent to one that has ended
+            process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
         with suppress(subprocess.TimeoutExpired):
             for process in processes:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
@@ -302,7 +302,7 @@ def kill_processes(processes: Sequence[Process]) -> None:
 
 
 def rank_configs(config: Config, life: int) -> list[Config]:
-    """Return the Config of each rank of the executor, which meet where no other life of it does."""
+    """Return the Config of each rank of the executor. The ranks of each life meet at an address of their own."""
     if config.tensor_parallel_size == 1:
         return [config]
     address = f"{config.distributed_address}-{life}"

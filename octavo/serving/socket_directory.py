@@ -1,7 +1,7 @@
-"""The private directory in which one server's processes meet, and the end of those whose servers were killed.
+"""The private directory for one server's sockets. Directories of killed servers are removed.
 
-Who makes one holds a lock in it as long as it lives. A directory with such a lock that nobody holds belongs to no
-server any more; whatever else has a similar name has no such lock, and is left alone.
+A server holds a lock in its directory as long as it lives. A directory whose lock is free is left of a killed server.
+Directories with similar names but without a lock are left alone.
 """
 
 import fcntl
@@ -22,9 +22,9 @@ NUM_NAME_BYTES = len(f"/{PREFIX}12345678/frontend")  # of the longest socket's p
 
 @contextmanager
 def socket_directory() -> Iterator[Path]:
-    """Make a private directory for one server's sockets, short enough for a socket's path; it goes with the server.
+    """Make a private directory for one server's sockets, with a short path; it is removed at the end of the context.
 
-    Those of servers that were killed go first. Raises LaunchError if none can be made.
+    Directories of killed servers are removed first. Raises LaunchError if the directory cannot be made.
     """
     parent = _parent()
     _remove_abandoned(parent)
@@ -41,14 +41,14 @@ def socket_directory() -> Iterator[Path]:
 
 
 def _parent() -> Path:
-    """Return the directory of this user's sockets, or /tmp if there is none or a socket's path in it is too long."""
+    """Return this user's runtime directory, or /tmp if there is none or the path of a socket in it is too long."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     fits = base and len(os.fsencode(base)) + NUM_NAME_BYTES <= MAX_IPC_PATH_BYTES
     return Path(base) if base and fits and os.access(base, os.W_OK) else Path("/tmp")
 
 
 def _hold(directory: Path) -> int:
-    """Return the lock of a new directory, held until it is closed: it appears there only when it is held."""
+    """Return the lock of a new directory, held until it is closed. It is never visible there without being held."""
     made = directory / f"{LOCK}.new"
     lock = os.open(made, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,7 +59,7 @@ def _hold(directory: Path) -> int:
 def _remove_abandoned(parent: Path) -> None:
     """Remove the directories of this user's servers that were killed."""
     for directory in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another's, held, or removed by another meanwhile
+        with suppress(OSError):  # of another user, held, or removed by another process meanwhile
             lock = os.open(directory / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

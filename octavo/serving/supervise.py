@@ -24,7 +24,7 @@ from octavo.serving.child_log import ChildLog
 from octavo.serving.processes import POLL_S, STOP_GRACE_S, Child, Process, kill_processes, start_together
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM)
-LOOK_S = 1.0  # a look at the beats, unless a signal comes before
+LOOK_S = 1.0  # how often the beats are checked
 PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -33,9 +33,9 @@ def supervise(
 ) -> int:
     """Keep `command`, one of our processes, running until a signal; return the status with which it ended at last.
 
-    The signal is passed on, and the process killed if it has not ended `stop_grace_s` later. It ends by itself where
-    the process refuses to start, which no further life would mend. With `num_ranks`, the command is an executor's, and
-    runs as often, as its ranks; the status is rank 0's. Raises LaunchError if the command cannot be run.
+    The signal is passed on, and the process is killed if it has not ended `stop_grace_s` later. This also returns if
+    the process refuses to start, because a restart would not help. With `num_ranks`, the command is an executor's and
+    runs once per rank; the status is that of rank 0. Raises LaunchError if the command cannot be run.
     """
     adopt_orphans()
     with _signals() as signals, _meeting(num_ranks) as directory, _log(num_ranks) as stderr:
@@ -52,31 +52,31 @@ def supervise(
 
 
 def adopt_orphans() -> None:
-    """Have the system make descendants whose parent has ended children of this process, as it does for process 1."""
+    """Make this process the new parent of descendants whose parent has ended, like process 1."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_orphans(child_pids: Container[int]) -> None:
-    """Take note of the end of every process but `child_pids`, whose status is for their Popen: zombies go away."""
+    """Reap every ended child except `child_pids`, whose statuses are for their Popen objects."""
     try:
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and (
             ended.si_pid not in child_pids
         ):
             os.waitpid(ended.si_pid, 0)
     except ChildProcessError:
-        pass  # there is none at all
+        pass  # there are no children
 
 
 class Signals:
-    """What this process was asked for, and a wait that every signal ends."""
+    """The signals that this process got, and a wait that every signal ends."""
 
     def __init__(self, wakeup: int) -> None:
         self.asked: list[int] = []  # FORWARDED ones, in order
         self._wakeup = wakeup
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal, the end of a child included, and no longer than `seconds`."""
+        """Wait for a signal or the end of a child, and no longer than `seconds`."""
         if select.select([self._wakeup], [], [], seconds)[0]:
             os.read(self._wakeup, 4096)
 
@@ -90,7 +90,7 @@ def _signals() -> Iterator[Signals]:
     reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signals = Signals(reader)
     former = {number: signal.signal(number, signals.ask) for number in FORWARDED}
-    former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # only then does it end a wait
+    former[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not end a wait
     former_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield signals
@@ -103,7 +103,7 @@ def _signals() -> Iterator[Signals]:
 
 
 def _meeting(num_ranks: int) -> AbstractContextManager[str]:
-    """Return a private directory in which ranks meet while it is entered; none for one rank alone."""
+    """Return a context with a private directory in which ranks meet; with no directory for a single rank."""
     if num_ranks == 1:
         return nullcontext("")
     try:
@@ -114,9 +114,9 @@ def _meeting(num_ranks: int) -> AbstractContextManager[str]:
 
 @contextmanager
 def _log(num_ranks: int) -> Iterator[int | None]:
-    """Yield where ranks write: if one refuses, that is the last to be seen. None for one rank alone, which says it so.
+    """Yield the descriptor of the ranks' log, in which the reason of a refusal comes last. None for a single rank.
 
-    They have all ended at the end of the context.
+    All ranks must have ended at the end of the context.
     """
     if num_ranks == 1:
         yield None
@@ -133,7 +133,7 @@ def _started(
     def start() -> list[Process]:
         if num_ranks == 1:
             return [Process(command)]
-        address = f"file://{directory}/{next(lives)}"  # no other life meets there
+        address = f"file://{directory}/{next(lives)}"  # each life has its own
         return start_together(partial(_start_rank, command, rank, address, stderr) for rank in range(num_ranks))
 
     try:
@@ -148,7 +148,7 @@ def _start_rank(command: Sequence[str], rank: int, address: str, stderr: int | N
 
 
 def _end(processes: Sequence[Process], number: int, grace_s: float) -> int:
-    """Forward a signal, kill what has not ended in time, and return the first one's status as a shell would."""
+    """Forward a signal, kill processes that do not end in time, and return the first one's status in a shell's form."""
     for process in processes:
         process.send_signal(number)
     deadline_s = time.monotonic() + grace_s

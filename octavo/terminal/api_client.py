@@ -1,4 +1,4 @@
-"""A server of OpenAI's API, as the terminal uses it: which models it has, and answers as they are generated."""
+"""A client of OpenAI's API for the terminal: lists models, and streams answers."""
 
 import ipaddress
 import re
@@ -14,7 +14,7 @@ from octavo.terminal.event_stream import event_payloads
 
 CONNECT_TIMEOUT_S = 10.0
 DONE = b"[DONE]"
-MAX_SHOWN_CHARACTERS = 300  # of an answer that is no error of OpenAI's API
+MAX_SHOWN_CHARACTERS = 300  # of an answer that is not an error of OpenAI's API
 
 
 class DeltaShape(msgspec.Struct):
@@ -33,7 +33,7 @@ class UsageShape(msgspec.Struct):
 
 
 class ChunkShape(msgspec.Struct):
-    """What a chunk of an answer has to look like, as far as the terminal reads it."""
+    """The fields of a chunk that the terminal reads."""
 
     choices: list[ChoiceShape] | None = None
     usage: UsageShape | None = None
@@ -44,14 +44,14 @@ class ApiError(CommandError):
 
 
 class ApiClient:
-    """Speaks to the server at `url`, such as http://127.0.0.1:8000/v1, with a key if there is one."""
+    """Sends requests to the server at `url`, such as http://127.0.0.1:8000/v1, with a key if there is one."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/")
         try:
             self._http = httpx.Client(
                 headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-                # An answer may wait in a queue for as long as it likes: Ctrl-C is what ends that.
+                # A request may wait in a queue for any time; Ctrl-C ends the wait.
                 timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
                 trust_env=not _is_loopback(self.url),  # a proxy does not know our loopback
             )
@@ -62,7 +62,7 @@ class ApiClient:
         self._http.close()
 
     def model_names(self) -> list[str]:
-        """Return the names under which requests reach a model. Raises ApiError."""
+        """Return the names of the server's models. Raises ApiError."""
         with self._errors():
             response = self._http.get(f"{self.url}/models")
             self._check(response)
@@ -141,7 +141,7 @@ def _chunk(payload: bytes) -> dict[str, Any]:
 
 
 def _message(response: httpx.Response) -> str:
-    """Return what an error says of itself, whichever server it is from."""
+    """Return the message of an error, in the forms of several servers."""
     try:
         body = response.json()
     except ValueError:

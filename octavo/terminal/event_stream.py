@@ -1,14 +1,14 @@
-"""Server-sent events, as https://html.spec.whatwg.org/multipage/server-sent-events.html defines them."""
+"""Reads server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
 
 import re
 from collections.abc import Iterable, Iterator
 
-# A carriage return that came last may be the first half of an end of line.
+# A carriage return at the end of a chunk may be the first half of a line end.
 END_OF_LINE = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 
 
 def event_payloads(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the data of each event in `chunks`, which may be cut anywhere; what the end leaves unfinished is none."""
+    """Yield the data of each event in `chunks`, which may be cut anywhere. An unfinished last event is dropped."""
     parts: list[bytes] = []
     for line in _lines(chunks):
         if line:

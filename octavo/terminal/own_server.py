@@ -1,4 +1,4 @@
-"""A server for one command alone: started like `octavo serve` on a free port, ended with the command."""
+"""A server for one command alone: it starts like `octavo serve`, on a free port, and ends with the command."""
 
 import os
 import secrets
@@ -18,24 +18,24 @@ from octavo.serving.launcher import ROLES
 from octavo.serving.listening import is_healthy, server_url, with_ports
 from octavo.serving.processes import POLL_S, STOP_GRACE_S, Process, end_processes
 
-SERVER_GRACE_S = (len(ROLES) + 1) * STOP_GRACE_S  # each of its own processes gets one, in turn
+SERVER_GRACE_S = (len(ROLES) + 1) * STOP_GRACE_S  # its processes end one after another, and each gets one
 
 
 @contextmanager
 def own_server(config: Config) -> Iterator[tuple[str, str]]:
-    """Serve `config.model` on the loopback, and yield the URL of its API and the key that it takes.
+    """Serve `config.model` on the loopback, and yield the URL of its API and its key.
 
-    Raises CommandError if it ends before it is ready: it has said why. It also ends when this process is killed.
+    Raises CommandError if the server ends before it is ready; it has said why. It also ends if this process is killed.
     """
     key = secrets.token_urlsafe()
-    # Variables that say where to listen may be those of another server here.
+    # Variables with an address may belong to another server on this machine.
     as_usual = {name: field.default for name, field in FIELDS.items() if name in HTTP_FIELDS}
     config = msgspec.structs.replace(config, **{**as_usual, "port": 0, "api_key": (key,)})
     config = with_ports(config)
     process = Process(
         [sys.executable, "-P", "-m", "octavo", "serve"],
         environ=child_environ(config, os.environ, secrets=True),
-        stdout=subprocess.DEVNULL,  # where it would say how to use it
+        stdout=subprocess.DEVNULL,  # it would print how to use the server
     )
     try:
         _wait_until_ready(process, config)

@@ -1,4 +1,4 @@
-"""A flag for each field of SamplingParams, from the type that checks it in the HTTP API."""
+"""Flags for the fields of SamplingParams, made from the types that check them in the HTTP API."""
 
 import argparse
 import re
@@ -13,10 +13,10 @@ from octavo.protocol.settings.values import base_type, explain_value, parse_inte
 from octavo.python.sampling_params import HINTS, HONOURED
 
 KINDS = {name: HINTS[name] for name in HONOURED}
-NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # that anybody would come near
+NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # limits that nobody reaches are not shown
 DESCRIPTION = (
-    "As in the HTTP API (docs/api.md). What is left out comes from the model's generation_config.json, or is the"
-    " default that is said here."
+    "As in the HTTP API (docs/api.md). A flag that is left out has the value of the model's generation_config.json, or"
+    " else the default that is shown here."
 )
 MEANINGS = {
     "n": "answers to each prompt (1)",
@@ -27,22 +27,22 @@ MEANINGS = {
     "top_k": "draws from this many of the likeliest tokens; -1 and 0 are all (all)",
     "min_p": "draws from tokens at least this probable, as a part of the likeliest's probability (0: all)",
     "presence_penalty": "lowers tokens that the answer has already (0)",
-    "frequency_penalty": "lowers them for each time that it has them (0)",
+    "frequency_penalty": "lowers tokens for each time that the answer has them (0)",
     "repetition_penalty": "divides the logits of tokens in prompt and answer; above 1 against repetition (1)",
-    "seed": "makes what is drawn repeatable (drawn anew)",
+    "seed": "makes the random choices repeatable (a new one each time)",
     "stop": "a text that ends the answer; may be given several times",
     "stop_token_ids": "token ids that end the answer, separated by commas",
     "ignore_eos": "go on beyond the model's own end of text (off)",
     "include_stop_str_in_output": "keep the stop text in the answer (off)",
     "skip_special_tokens": "leave special tokens out of the text (on)",
-    "logit_bias": 'what is added to logits: a JSON object of token ids, such as {"50": -100}',
+    "logit_bias": 'numbers to add to logits: a JSON object by token id, such as {"50": -100}',
     "logprobs": "report log probabilities, with this many alternatives a token (none)",
-    "prompt_logprobs": "report those of the prompt too (none)",
+    "prompt_logprobs": "report log probabilities of the prompt too (none)",
 }
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *without: str) -> None:
-    """Give `parser` the flags of all sampling fields but those in `without`."""
+    """Add the flags of all sampling fields to `parser`, except those in `without`."""
     group = parser.add_argument_group("sampling", DESCRIPTION)
     for name, kind in KINDS.items():
         if name not in without:
@@ -51,7 +51,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *without: str) -> None:
 
 
 def sampling_values(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling fields that were given, of their types. Raises ConfigError that names the field."""
+    """Return the sampling fields that were given, converted to their types. Raises ConfigError that names the field."""
     return {name: _convert(name, flags[name]) for name in KINDS if name in flags}
 
 

@@ -1,4 +1,4 @@
-"""Talking to a model in a terminal: what is typed goes to a server, what it answers appears as it is generated."""
+"""Talking to a model in a terminal: typed lines go to a server, and its answers appear while they are generated."""
 
 import sys
 import time
@@ -19,8 +19,8 @@ SHOWN_CONTROLS = {code: mark for code, mark in CONTROLS.items() if chr(code) not
 
 
 @dataclass(slots=True)
-class Answer:
-    """What came of one request, and when, in seconds of a monotonic clock."""
+class ShownAnswer:
+    """The answer to one request, and its times in seconds of a monotonic clock."""
 
     asked_s: float
     first_s: float | None = None
@@ -33,7 +33,7 @@ class Answer:
 class Terminal:
     """One person, or a pipe, and one model of a server.
 
-    A person's Ctrl-C ends the answer and the next line is read; without a person it ends the program, as errors do.
+    If a person types, Ctrl-C ends only the present answer. Otherwise Ctrl-C and errors end the program.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Terminal:
         self._shown = SHOWN_CONTROLS if sys.stdout.isatty() else {}
 
     def chat(self, system_prompt: str | None, lines: Iterator[str]) -> None:
-        """Answer each of `lines` as the next message of one conversation. Raises ApiError, if nobody is there."""
+        """Answer each of `lines` as the next message of one conversation. Raises ApiError if nobody types."""
         start = [{"role": "system", "content": system_prompt}] if system_prompt else []
         messages = list(start)
         for line in lines:
@@ -54,19 +54,19 @@ class Terminal:
             messages.append({"role": "user", "content": line})
             answer = self._answer("chat/completions", {"messages": messages}, _chat_text)
             if answer is None or not answer.text:
-                messages.pop()  # as if it had not been said
+                messages.pop()  # the conversation goes on without it
             else:
                 messages.append({"role": "assistant", "content": answer.text})
 
     def complete(self, lines: Iterator[str]) -> None:
-        """Go on with each of `lines`, by itself. Raises ApiError, if nobody is there."""
+        """Continue each of `lines` by itself. Raises ApiError if nobody types."""
         for line in lines:
             self._answer("completions", {"prompt": line}, _completion_text)
 
-    def _answer(self, route: str, body: dict[str, Any], text_of: TextOf) -> Answer | None:
-        """Print the answer as it comes and return what there is of it; None if the server failed."""
+    def _answer(self, route: str, body: dict[str, Any], text_of: TextOf) -> ShownAnswer | None:
+        """Print the answer as it comes and return it, also an incomplete one; None if the server failed."""
         options = {"stream_options": {"include_usage": True}} if self._stats else {}
-        answer = Answer(asked_s=time.monotonic())
+        answer = ShownAnswer(asked_s=time.monotonic())
         try:
             with closing(self._client.stream(route, {**self._sampling, **body, **options})) as chunks:
                 for chunk in chunks:
@@ -85,7 +85,7 @@ class Terminal:
         self._say_more(answer)
         return answer
 
-    def _take(self, answer: Answer, chunk: dict[str, Any], text_of: TextOf) -> None:
+    def _take(self, answer: ShownAnswer, chunk: dict[str, Any], text_of: TextOf) -> None:
         answer.usage = chunk.get("usage") or answer.usage
         for choice in chunk.get("choices") or ():
             answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
@@ -95,11 +95,11 @@ class Terminal:
                 answer.text += text
                 print(text.translate(self._shown), end="", flush=True)
 
-    def _end_line(self, answer: Answer) -> None:
+    def _end_line(self, answer: ShownAnswer) -> None:
         if not answer.text.endswith("\n"):
             print(flush=True)
 
-    def _say_more(self, answer: Answer) -> None:
+    def _say_more(self, answer: ShownAnswer) -> None:
         if answer.finish_reason == "length" and self._interactive:
             print("[cut: max_tokens or the model's context window is reached]", file=sys.stderr)
         if self._stats and answer.usage and answer.first_s is not None:
@@ -108,8 +108,8 @@ class Terminal:
 
 
 def typed_lines() -> Iterator[str]:
-    """Yield what a person types, line by line, until Ctrl-D; Ctrl-C throws a line away."""
-    import readline  # noqa: F401  (input() then has its keys)
+    """Yield typed lines until Ctrl-D. Ctrl-C discards a line."""
+    import readline  # noqa: F401  (gives input() its editing keys)
 
     while True:
         try:
@@ -125,7 +125,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def piped_lines() -> Iterator[str]:
-    """Yield the lines of standard input that are not blank. Raises CommandError if it is no text, or closed."""
+    """Yield the lines of standard input that are not blank. Raises CommandError if it is closed or not text."""
     try:
         for raw in sys.stdin.buffer:
             if raw.strip():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from octavo.batch.escapes import escape, unescape
-from octavo.batch.prompts import Prompt, read_prompts
+from octavo.batch.prompts import BatchPrompt, read_prompts
 from octavo.batch.results import open_results
 from octavo.batch.run import Batch
 from octavo.cli import main
@@ -35,7 +35,7 @@ class Echo:
         self.num_running = self.most_running = self.num_asked = 0
         self._random = random.Random(5)
 
-    async def __call__(self, prompt: Prompt) -> RequestOutput:
+    async def __call__(self, prompt: BatchPrompt) -> RequestOutput:
         self.num_asked += 1
         if self.num_asked == self.interrupt_after:
             raise Interrupted
