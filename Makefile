@@ -12,7 +12,7 @@ WHOLE_SUITE := -n 2 --dist loadscope --no-loadscope-reorder
 EDITABLE := --config-settings editable_mode=compat
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve demo-model test gpu-check lint wheel clean
+.PHONY: help setup serve demo-model test gpu-check lint docs wheel clean
 
 help:
 	@echo "Octavo: an inference server for large language models"
@@ -26,6 +26,7 @@ help:
 	@echo "  make test          set up, then run the tests (offline); ARGS='tests/gateway -k stream' for some"
 	@echo "  make gpu-check     check and time every kernel and a model on this machine's GPU; ARGS='--interpret' without"
 	@echo "  make lint          check format, style and types"
+	@echo "  make docs          write docs/settings.md from the settings in the source"
 	@echo "  make wheel         build dist/octavo-VERSION-py3-none-any.whl, without the set-up"
 	@echo "  make clean         remove $(VENV) and what tools left here; models in your cache stay"
 	@echo
@@ -65,6 +66,9 @@ lint: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+
+docs: setup
+	@$(VENV)/bin/python docs/settings.py > docs/settings.md
 
 # In an environment of its own, as torch and the rest are not needed. What an older build left would come along.
 wheel:

@@ -49,49 +49,59 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str,
         Meta(
-            description="directory of the model; `octavo serve` also takes a Hugging Face id or a .gguf file, and"
-            " serves the demo model without any"
+            description="the model: a directory. `octavo serve` also takes a Hugging Face id or a .gguf file, and"
+            " without a model it serves the demo"
         ),
     ] = ""
     use_modelscope: Annotated[
-        bool, Meta(description="fetch a model that is named by its id from ModelScope (needs: pip install modelscope)")
+        bool,
+        Meta(
+            description="fetch a model that is named by its id from ModelScope and not from the Hugging Face hub"
+            " (needs: pip install modelscope). MODELSCOPE_CACHE and MODELSCOPE_ENDPOINT work"
+        ),
     ] = False
     served_model_name: Annotated[
-        tuple[NonEmpty, ...], Meta(description="names that requests may use for the model (default: MODEL as typed)")
+        tuple[NonEmpty, ...],
+        Meta(description="one or several names that requests may use for the model (default: MODEL as typed)"),
     ] = ()
     host: Annotated[
-        str, Meta(description="address on which the gateway listens; :: means all addresses, of IPv4 too")
+        str,
+        Meta(
+            description="address on which the gateway listens. :: or an empty text means all addresses of IPv4 and"
+            " IPv6, 0.0.0.0 all addresses of IPv4"
+        ),
     ] = "127.0.0.1"
     port: Annotated[Port, Meta(description="port on which the gateway listens; 0 takes a free one")] = 8000
     uds: Annotated[
         str,
         Meta(
-            description="path of a Unix socket on which the gateway listens, in place of host and port (default: none)"
+            description="path of a Unix socket on which the gateway listens, in place of host and port, for this user"
+            " and group (default: none)"
         ),
     ] = ""
     metrics_port: Annotated[
         Port | None,
-        Meta(
-            description="another port on which the gateway shows its metrics and nothing else, to anyone without"
-            " a key; 0 takes a free one (default: none)"
-        ),
+        Meta(description="another port, for /metrics alone and without a key; 0 takes a free one (default: none)"),
     ] = None
     api_key: Annotated[
         tuple[NonEmpty, ...],
-        Meta(description="a key that clients must send as bearer token; may be given several times"),
+        Meta(
+            description="a key that clients must send, as bearer token or X-Api-Key; may be given several times"
+            " (default: none, everybody may ask)"
+        ),
     ] = ()
     max_held_body_bytes: Annotated[
         Count,
         Meta(
-            description="size of all request bodies that a gateway holds at once, such as 1GiB; beyond, they are"
-            " refused with 429 (the text of a body takes about four times as much)",
+            description="size of all request bodies that a gateway holds at once, such as 1GiB; beyond it, requests"
+            " get a 429. The text of a body takes about four times as much memory",
         ),
     ] = 256 << 20
     allowed_origins: Annotated[
         tuple[Origin, ...],
         Meta(
-            description="origins such as https://chat.example whose web pages may use the server, * for all; pages of"
-            " other sites are refused"
+            description="origins whose web pages may use the server, such as https://chat.example, or * for all;"
+            " pages of other sites are refused. May be given several times (default: none)"
         ),
     ] = ()
     root_path: Annotated[
@@ -99,25 +109,29 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             pattern=r"^(/[^/?#\s]+)*$",
             title="a path such as /llm, without a slash at its end",
-            description="path at which a proxy shows the server; the server removes it where the proxy does not",
+            description="path at which a proxy shows the server, such as /llm; the server removes it where the proxy"
+            " does not (default: none)",
         ),
     ] = ""
     keep_alive_timeout_s: Annotated[
         Count,
         Meta(
-            description="seconds that a connection without a request stays open: longer than a proxy keeps one, so that"
-            " the proxy closes it first",
+            description="seconds that a connection without a request stays open. It has to be longer than a proxy"
+            " keeps a connection, so that the proxy closes it first",
         ),
     ] = 120
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="type of weights and activations; auto is the checkpoint's where the device multiplies it"),
+        Meta(
+            description="type of weights and activations. auto takes the checkpoint's, by its config.json or else by"
+            " its tensors, and float32 for float16 on a CPU; float16 needs a GPU"
+        ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "triton", "cpu", "reference"],
         Meta(
-            description="kernels to compute with: triton (on a GPU), cpu, reference (slow, for comparison), or auto,"
-            " the best that this machine has"
+            description="kernels to compute with: triton (on a GPU), cpu, or reference (slow, for comparison); auto"
+            " takes the best that this machine has"
         ),
     ] = "auto"
     load_format: Annotated[
@@ -133,20 +147,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_model_len: Annotated[
         Count | None, Meta(description="tokens of prompt and output together (default: the model's)")
     ] = None
-    max_num_seqs: Annotated[Count, Meta(description="sequences in one step, at most")] = 128
-    max_num_batched_tokens: Annotated[Count, Meta(description="tokens in one step, at most")] = 512
+    max_num_seqs: Annotated[Count, Meta(description="most sequences in one step")] = 128
+    max_num_batched_tokens: Annotated[
+        Count, Meta(description="most tokens in one step; longer prompts are computed in chunks")
+    ] = 512
     target_step_s: Annotated[
         float,
         Meta(
             gt=0,
             le=3600,
-            description="seconds that a step may take, about, while some sequences generate: prompts are then computed"
-            " in pieces of a fitting size; a step may always take twice as long as it would without prompts, and"
-            " longer if many wait",
+            description="seconds that a step should take while some sequences generate. Prompts of others are"
+            " computed in pieces of a fitting size, so that no stream pauses for them. A step may always"
+            " take twice as long as it would without prompts, and longer if many prompts wait; 3600 means"
+            " no limit",
         ),
     ] = 0.05
     max_num_queued_reqs: Annotated[
-        Count, Meta(description="requests that may wait for a place; further ones are refused with 429")
+        Count, Meta(description="requests that may wait for a place; further requests get a 429 with Retry-After")
     ] = 1024
     block_size: Annotated[int, Meta(ge=1, le=1024, description="tokens in one KV block")] = 16
     gpu_memory_utilization: Annotated[
@@ -156,24 +173,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kv_cache_memory_bytes: Annotated[
         Count | None,
         Meta(
-            description="size of the KV cache, of each rank, such as 2GiB (default: what gpu-memory-utilization"
+            description="size of the KV cache of each rank, such as 2GiB (default: what gpu-memory-utilization"
             " leaves, on the CPU 40 % of the memory that is free)"
         ),
     ] = None
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8"],
         Meta(
-            description="type of the KV cache: auto is that of the activations; fp8 (float8_e4m3fn) takes half the room"
-            " of bfloat16, but the cpu kernels do not have it"
+            description="type of the KV cache. auto takes that of the activations; fp8 (float8_e4m3fn) takes half the"
+            " room of bfloat16, but the cpu kernels do not have it"
         ),
     ] = "auto"
     enable_prefix_caching: Annotated[bool, Meta(description="reuse the KV blocks of prompts with the same start")] = (
         True
     )
     async_scheduling: Annotated[bool, Meta(description="plan the next step while one runs")] = True
-    enable_chunked_prefill: Annotated[bool, Meta(description="compute prompts in pieces; it cannot be off")] = True
+    enable_chunked_prefill: Annotated[bool, Meta(description="compute prompts in chunks; it cannot be off")] = True
     enable_prompt_tokens_details: Annotated[
-        bool, Meta(description="tell in the usage how many prompt tokens were cached; it cannot be off")
+        bool, Meta(description="say in the usage how many prompt tokens were cached; it cannot be off")
     ] = True
     enforce_eager: Annotated[
         bool,
@@ -181,41 +198,45 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = False
     seed: Annotated[
         Natural | None,
-        Meta(description="makes the seeds drawn for requests without one repeatable (default: from the system)"),
+        Meta(
+            description="makes the seeds repeatable that are drawn for requests without one (default: from the system)"
+        ),
     ] = None
     generation_config: Annotated[
         str,
         Meta(
-            description="where sampling defaults come from: auto (the model's generation_config.json),"
-            " octavo or vllm (none), or a directory"
+            description="where sampling defaults come from: auto (the model's generation_config.json), octavo or vllm"
+            " (none), or a directory with such a file"
         ),
     ] = "auto"
     max_logprobs: Annotated[
-        int, Meta(ge=0, le=20, description="alternatives beside each token that a request may ask for, at most")
+        int, Meta(ge=0, le=20, description="most alternatives beside each token that a request may ask for")
     ] = 20
     chat_template: Annotated[
         str,
         Meta(
-            description="a file with a chat template (Jinja), the template itself, or the name of one of the"
-            " model's several (default: the model's)"
+            description="a file with a chat template (Jinja), the template itself, or the name of one of the model's"
+            " templates, which the log names at the start (default: the model's)"
         ),
     ] = ""
-    trust_remote_code: Annotated[bool, Meta(description="allow code that comes with a checkpoint to run")] = False
+    trust_remote_code: Annotated[
+        bool, Meta(description="allow Python code to run that comes with a checkpoint, for its tokenizer or its model")
+    ] = False
     num_threads: Annotated[
         Count | None,
-        Meta(description="CPU threads of the model, of each rank (default: its part of the physical cores)"),
+        Meta(description="CPU threads of the model, of each rank (default: the rank's part of the physical cores)"),
     ] = None
     tensor_parallel_size: Annotated[
         Count,
-        Meta(description="ranks: executors that share the model's weights, each on a GPU or its part of the cores"),
+        Meta(description="ranks: executors that share the model's weights, each with a GPU or its part of the cores"),
     ] = 1
-    rank: Annotated[Natural, Meta(description="number of this rank; 0 speaks to the scheduler")] = 0
+    rank: Annotated[Natural, Meta(description="number of this rank; rank 0 speaks to the scheduler")] = 0
     distributed_address: Annotated[
         str,
         Meta(
             pattern=r"^(file:///.+|tcp://.+:\d+)?$",
             title="an address such as tcp://127.0.0.1:29500",
-            description="where the ranks meet: an address of rank 0's machine",
+            description="where the ranks meet: an address of rank 0's machine (default: none)",
         ),
     ] = ""
     frontend_address: Annotated[Address, Meta(description="ZeroMQ address that the scheduler binds for gateways")] = (
@@ -232,7 +253,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Meta(
             description="directory of this process's keys for tcp:// links, one of those that `octavo keys` makes;"
-            " ipc:// links need none"
+            " ipc:// links need none (default: none)"
         ),
     ] = ""
     insecure_links: Annotated[
@@ -249,8 +270,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float,
         Meta(
             ge=2,
-            description="seconds without a sign of progress after which a process counts as hung: its parent"
-            " (`octavo serve` or `octavo supervise`) ends it and starts it again",
+            description="seconds without a sign of progress after which a process counts as hung: its parent (`octavo"
+            " serve` or `octavo supervise`) ends it and starts it again",
         ),
     ] = 60.0
     shutdown_timeout_s: Annotated[

@@ -23,7 +23,7 @@ MEASUREMENTS = {
 
 
 class MeasurementParser(ArgumentParser):
-    """A parser that imports the module `bench.NAME` for its flags when it has to parse."""
+    """A parser that imports the module `octavo.bench.NAME` for its flags when it has to parse."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         name = self.prog.split()[-1]

@@ -30,7 +30,7 @@ def describe(name: str) -> str:
     """Return what the field `name` is, with its default."""
     field = FIELDS[name]
     description = next(meta.description for meta in metas_of(field.type) if meta.description)
-    return description + (f" (default: {_show(field.default)})" if field.default not in (None, "", ()) else "")
+    return description + (f" (default: {_show(name, field.default)})" if field.default not in (None, "", ()) else "")
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -47,5 +47,10 @@ def _options(name: str) -> dict[str, Any]:
     return {"metavar": {int: "N", float: "X"}.get(base, name.rsplit("_", 1)[-1].upper())}
 
 
-def _show(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+def _show(name: str, value: object) -> str:
+    """Return the default `value` of the field `name` as a person would type it."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return f"{value >> 20}MiB"
+    return f"{value:g}" if isinstance(value, float) else str(value)

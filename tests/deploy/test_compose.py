@@ -155,7 +155,7 @@ def test_files_that_are_mounted_are_there(stack: dict[str, Any]) -> None:
 def test_images_have_all_packages_and_nothing_else() -> None:
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     kept = {line.removeprefix("!") for line in ignore if line.startswith("!")}
-    packages = {path.parent.name for path in ROOT.glob("*/*.py")} - {"deploy", "examples", "tests"}
+    packages = {path.parent.name for path in ROOT.glob("*/*.py")} - {"deploy", "docs", "examples", "tests"}
     others = {"LICENSE", "README.md", "deploy/requirements.py", "pyproject.toml", "requirements.lock"}
     assert kept == packages | others
 
