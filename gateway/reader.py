@@ -22,6 +22,7 @@ import msgspec
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.http.body import decode_body
 from octavo.gateway.http.door import Door
+from octavo.gateway.http.embeddings import EMBEDDINGS
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.service import served_name
@@ -34,7 +35,7 @@ from octavo.protocol.messages import pack_ids
 from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
-DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE)}
+DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE, DETOKENIZE)}
 STEP_S = 5.0  # the most processor time of a step; usual texts take milliseconds
 UNWANTED_S = 0.5  # the same, for a client that left
 LOOK_S = 0.1

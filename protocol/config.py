@@ -134,6 +134,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " takes the best that this machine has"
         ),
     ] = "auto"
+    pooling: Annotated[
+        Literal["auto", "last", "mean", "cls"],
+        Meta(
+            description="what a text's vector is made of: the hidden state of its last token, the mean of all, or that"
+            " of its first token (cls). auto takes what the checkpoint says, or else last"
+        ),
+    ] = "auto"
     load_format: Annotated[
         Literal["auto", "dummy"], Meta(description="auto reads the checkpoint; dummy takes random weights")
     ] = "auto"

@@ -12,14 +12,14 @@ steps are numbered without a gap, and the executor says when it has nothing to d
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from operator import add, getitem
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from octavo.protocol.sampling import Sampling
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_PROMPT_LOGPROBS_BYTES = 32 << 20  # of one prompt, since one message carries them all
 
 
@@ -45,6 +45,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Task = Literal["generate", "embed"]
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
@@ -148,6 +149,7 @@ class Submit(Message, frozen=True):
     cache_salt: str = ""
     prompt_id: str = ""  # unique in this gateway; empty if no other request has this prompt
     body_id: str = ""  # of one HTTP body: its requests take turns with the requests of other bodies
+    task: Task = "generate"  # "embed" generates nothing: `sampling.max_tokens` is 0, and the vector comes with the end
 
 
 class Abort(Message, frozen=True):
@@ -177,6 +179,8 @@ class Ready(Message, frozen=True):
     max_num_seqs: int
     can_progress: bool = True
     num_idle_executors: int = 0  # executors that still run although another one took their place
+    tasks: tuple[Task, ...] = ("generate",)
+    embedding_size: int = 0  # numbers of a vector; 0 without the task "embed"
 
 
 class Admitted(Message, frozen=True):
@@ -206,6 +210,7 @@ class Output(Record, frozen=True):
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache at first admission
     prompt_logprobs: Logprobs | None = None  # from prompt token 1 on; with the first output only
     error: str | None = None
+    embedding: bytes = b""  # float32, of the prompt; with the end of an "embed" request
 
 
 class Outputs(Message, frozen=True):
@@ -283,6 +288,10 @@ class ExecutorReady(Message, frozen=True):
     scheduler_incarnation: str = ""  # of the last Welcome
     device_bytes: dict[str, int] = {}  # of rank 0: weights, kv_cache, total (of the device)
     process: str = ""  # its machine and number, for people
+    tasks: tuple[Task, ...] = ("generate",)
+    embedding_size: int = 0  # numbers of a vector; 0 without the task "embed"
+    embeds_all_tokens: bool = False  # a vector needs each token of its prompt computed: none may come from the cache
+    whole_prompts: bool = False  # the tokens of a prompt attend to later ones: one share computes the whole prompt
 
 
 class SequenceResult(Record, frozen=True):
@@ -291,6 +300,7 @@ class SequenceResult(Record, frozen=True):
     token_ids: list[int]
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of prompt tokens whose predecessors this step computed
+    embedding: bytes = b""  # float32; with the last token of the prompt of an "embed" sequence
 
 
 class StepResult(Message, frozen=True):
@@ -376,6 +386,7 @@ class SequenceInit(Record, frozen=True):
     prompt_token_ids: bytes = b""  # the whole prompt, while log probabilities of its tokens are wanted
     distinct_prompt_token_ids: bytes = b""  # with a repetition penalty: the tokens of the prompt, each once
     output_token_ids: bytes = b""  # with a penalty: the whole output
+    task: Task = "generate"
 
 
 class SequenceStep(Record, frozen=True):

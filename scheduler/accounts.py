@@ -35,7 +35,7 @@ class Accounts:
         self.limits = limits
         self.counters = Counters()
         self.blocks = BlockManager(limits.num_blocks)
-        self.prefixes = PrefixCache(self.blocks, limits.block_size, limits.enable_prefix_caching)
+        self.prefixes = PrefixCache(self.blocks, limits.block_size, limits.shares_prefixes)
         self.tenants = TenantUsage()
         self.turns = Turns()
         self.suspects = Suspects()
@@ -125,6 +125,13 @@ class Accounts:
         sequence.was_admitted = sequence.is_running = True
         insort(self.running, sequence, key=PRIORITY)
 
+    def preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of a running sequence: it will be computed again."""
+        self.running.remove(sequence)
+        self.let_go(sequence)
+        self.wait_again(sequence)
+        self.counters.num_preemptions += 1
+
     def wait_again(self, sequence: Sequence) -> None:
         """Put a sequence that no longer holds blocks back among the waiting ones; it keeps its tokens."""
         sequence.is_running = False
@@ -140,6 +147,7 @@ class Accounts:
         token_ids: list[int] | None = None,
         logprobs: Logprobs | None = None,
         error: str | None = None,
+        embedding: bytes = b"",
     ) -> None:
         """End a running or waiting sequence; results that are still in flight for it will be ignored."""
         if sequence.is_running:
@@ -155,7 +163,7 @@ class Accounts:
         self.suspects.clear(sequence)
         del self.sequences[sequence.seq_id]
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        self.update(sequence, token_ids or [], reason, logprobs, error)
+        self.update(sequence, token_ids or [], reason, logprobs, error, embedding)
 
     def update(
         self,
@@ -164,6 +172,7 @@ class Accounts:
         reason: str | None,
         logprobs: Logprobs | None,
         error: str | None = None,
+        embedding: bytes = b"",
     ) -> None:
         """Tell the server what a sequence got."""
         prompt_logprobs = None
@@ -178,6 +187,7 @@ class Accounts:
                 num_cached_tokens=sequence.num_cached_tokens,
                 prompt_logprobs=prompt_logprobs,
                 error=error,
+                embedding=embedding,
             )
         )
 

@@ -47,6 +47,7 @@ class RequestRecord:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None
+    embedding: bytes = b""
     is_finish_sent: bool = False
 
     @property
@@ -70,6 +71,7 @@ class RequestRecord:
         self.num_cached_tokens = self.num_cached_tokens or update.num_cached_tokens
         self.finish_reason = update.finish_reason
         self.error = update.error
+        self.embedding = update.embedding
 
     def rewind(self, num_received_tokens: int) -> None:
         """Go back to the number of tokens that the gateway has received. Its finish is sent again."""
@@ -98,6 +100,7 @@ class RequestRecord:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs if first == 0 else None,
             error=self.error if finish_reason else None,
+            embedding=self.embedding if finish_reason else b"",
         )
 
     def mark_sent(self, output: Output) -> bool:
@@ -265,7 +268,7 @@ class Ledger:
 
 
 def _size_bytes(output: Output) -> int:
-    num_bytes = len(output.token_ids) + 64
+    num_bytes = len(output.token_ids) + len(output.embedding) + 64
     if output.logprobs is not None:
         num_bytes += _logprobs_size_bytes(output.logprobs)
     if output.prompt_logprobs is not None:

@@ -28,6 +28,7 @@ class Update(msgspec.Struct, frozen=True, gc=False):
         None  # of prompt tokens 1 and on; with the first update that has tokens or an end
     )
     error: str | None = None
+    embedding: bytes = b""  # float32; with the end of an "embed" sequence
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from octavo.protocol.messages import excess_of_prompt_logprobs
+from octavo.protocol.messages import Task, excess_of_prompt_logprobs
 from octavo.scheduler.sequence import Sequence
 from octavo.scheduler.sizes import MAX_STEP_BYTES
 
@@ -17,6 +17,14 @@ class Limits:
     max_num_waiting_seqs: int
     enable_prefix_caching: bool = True
     max_step_bytes: int = MAX_STEP_BYTES  # of a step's messages, Step and StepResult together
+    tasks: tuple[Task, ...] = ("generate",)  # of the model
+    embedding_size: int = 0  # numbers of a vector
+    embeds_all_tokens: bool = False  # no token of a prompt that is embedded may come from the prefix cache
+    whole_prompts: bool = False  # a prompt is computed in one share, and shares no prefix
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return self.enable_prefix_caching and not self.whole_prompts
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -61,6 +69,13 @@ def _unsupported(sequence: Sequence, limits: Limits) -> str | None:
         return "the prompt is empty"
     if num_prompt_tokens > limits.max_model_len:
         return f"the prompt has {num_prompt_tokens} tokens; the model takes {limits.max_model_len}"
+    if limits.whole_prompts and num_prompt_tokens > limits.max_num_batched_tokens:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens; one step computes it, and a step has"
+            f" {limits.max_num_batched_tokens} (--max-num-batched-tokens)"
+        )
+    if sequence.task not in limits.tasks:
+        return f"this model cannot {sequence.task}"
     if excess := excess_of_prompt_logprobs(num_prompt_tokens, sequence.sampling.num_prompt_logprobs):
         return excess
     return None

@@ -103,6 +103,8 @@ def _admit_waiting(accounts: Accounts, plan: Plan) -> None:
         num_tokens = sequence.num_tokens - len(cached_blocks) * accounts.limits.block_size
         num_tokens = min(num_tokens, plan.prompt_budget, plan.budget)
         num_tokens = _num_fitting_tokens(accounts, plan, sequence, num_tokens)
+        if accounts.limits.whole_prompts and num_tokens < sequence.num_tokens:
+            return
         if not (num_tokens and _admit(accounts, sequence, cached_blocks)):
             return
         _add_share(accounts, plan, sequence, num_tokens)
@@ -172,10 +174,7 @@ def _preempt(accounts: Accounts, plan: Plan, sequence: Sequence) -> None:
         plan.remove(share)
         sequence.in_flight.remove(share)
         accounts.prefixes.leave(share)
-    accounts.running.remove(sequence)
-    accounts.let_go(sequence)
-    accounts.wait_again(sequence)
-    accounts.counters.num_preemptions += 1
+    accounts.preempt(sequence)
 
 
 def _add_share(accounts: Accounts, plan: Plan, sequence: Sequence, num_tokens: int) -> None:

@@ -21,6 +21,8 @@ def cancel_steps(accounts: Accounts, step_id: int, seq_ids: Iterable[int]) -> No
     for seq_id in seq_ids:
         if sequence := accounts.sequences.get(seq_id):
             sequence.needs_init = True
+            if sequence.embeds_all_tokens and sequence.is_running:  # its sum over the tokens is lost
+                accounts.preempt(sequence)
 
 
 def _cancel(accounts: Accounts, step: StepInFlight) -> None:

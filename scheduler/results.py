@@ -47,7 +47,14 @@ def _advance(accounts: Accounts, share: PlannedShare, given: SequenceResult) -> 
     if share.num_samples:
         _take_tokens(accounts, sequence, given)
     elif share.end == sequence.num_tokens:  # the whole prompt is computed, and no token is wanted
-        accounts.finish(sequence, "length")
+        _end_prompt(accounts, sequence, given)
+
+
+def _end_prompt(accounts: Accounts, sequence: Sequence, given: SequenceResult) -> None:
+    if len(given.embedding) == sequence.embedding_bytes:
+        accounts.finish(sequence, "length", embedding=given.embedding)
+    else:
+        accounts.finish(sequence, "error", error="the executor gave no vector of the right size")
 
 
 def _take_tokens(accounts: Accounts, sequence: Sequence, given: SequenceResult) -> None:

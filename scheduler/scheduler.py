@@ -52,6 +52,9 @@ class Scheduler(Accounts):
         sequence.arrival = self.num_arrivals
         self.num_arrivals += 1
         sequence.token_bytes = token_bytes(sampling)
+        if sequence.task == "embed":
+            sequence.embedding_bytes = 4 * self.limits.embedding_size
+            sequence.embeds_all_tokens = self.limits.embeds_all_tokens
         sequence.share_bytes = share_bytes(sequence)
         sequence.max_num_tokens = self.limits.max_num_tokens(sequence)
         sequence.num_samples_a_step = 1 if sequence.num_tokens < sequence.max_num_tokens else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from octavo.protocol.messages import Logprobs, SequenceInit
+from octavo.protocol.messages import Logprobs, SequenceInit, Task
 from octavo.protocol.sampling import Sampling
 
 
@@ -49,6 +49,7 @@ class Sequence:
     priority: int = 0  # lower goes first
     cache_salt: str = ""
     body_id: str = ""
+    task: Task = "generate"
 
     num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
@@ -76,6 +77,8 @@ class Sequence:
     finish_reason: str | None = field(init=False, default=None)
     prompt_logprobs: Logprobs | None = field(init=False, default=None)  # collected so far; None: not wanted, or sent
     num_deaths: int = field(init=False, default=0)  # of executors while it was in flight, since its last token
+    embedding_bytes: int = field(init=False, default=0)  # of its vector; 0: it generates
+    embeds_all_tokens: bool = field(init=False, default=False)  # its vector needs all tokens computed in one life
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
@@ -105,7 +108,12 @@ class Sequence:
 
     @property
     def max_num_cached_tokens(self) -> int:
-        """Tokens that may come from the prefix cache: not the last one, and no token whose logprobs are missing."""
+        """Tokens that may come from the prefix cache: not the last one, and no token whose logprobs are missing.
+
+        A vector that is made of all tokens leaves none.
+        """
+        if self.embeds_all_tokens:
+            return 0
         if self.prompt_logprobs is None or self.prompt_logprobs.num_tokens >= len(self.prompt_token_ids) - 1:
             return self.num_tokens - 1
         return self.prompt_logprobs.num_tokens
@@ -130,6 +138,7 @@ class Sequence:
             prompt_token_ids=self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
             distinct_prompt_token_ids=self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
             output_token_ids=self.output_token_ids.tobytes() if sampling.has_penalties else b"",
+            task=self.task,
         )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:

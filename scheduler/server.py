@@ -181,6 +181,10 @@ class Server:
                 max_num_batched_tokens=self.config.max_num_batched_tokens,
                 max_num_waiting_seqs=self.config.max_num_queued_reqs,
                 enable_prefix_caching=self.config.enable_prefix_caching,
+                tasks=described.tasks,
+                embedding_size=described.embedding_size,
+                embeds_all_tokens=described.embeds_all_tokens,
+                whole_prompts=described.whole_prompts,
             )
         )
         self.reports.begin(self._stats(scheduler))
@@ -207,6 +211,8 @@ class Server:
             max_num_seqs=self.config.max_num_seqs,
             can_progress=self.backend.can_progress(),
             num_idle_executors=self.backend.num_idle(),
+            tasks=described.tasks,
+            embedding_size=described.embedding_size,
         )
 
     def _stats(self, scheduler: Scheduler) -> Stats:

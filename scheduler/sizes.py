@@ -13,7 +13,8 @@ def share_bytes(sequence: Sequence) -> int:
     """Return how many bytes a share of one token takes, with the present block table of the sequence."""
     num_alternatives = sequence.sampling.num_logprobs
     num_logprob_bytes = 0 if num_alternatives is None else logprob_bytes(num_alternatives)
-    return FRAME_BYTES + num_logprob_bytes + sequence.token_bytes + len(sequence.packed_block_table)
+    num_result_bytes = num_logprob_bytes + sequence.embedding_bytes
+    return FRAME_BYTES + num_result_bytes + sequence.token_bytes + len(sequence.packed_block_table)
 
 
 def token_bytes(sampling: Sampling) -> int:

@@ -43,8 +43,10 @@ def read_model_config(directory: Path, *, trust_remote_code: bool = False) -> Mo
     architecture = read_architecture(directory)
     if architecture in ARCHITECTURES:
         return read_native_config(directory, architecture)
-    from octavo.executor.models.borrowed import read_borrowed_config
+    from octavo.executor.models.borrowed import is_encoder, read_borrowed_config, read_encoder_config
 
+    if is_encoder(architecture):
+        return read_encoder_config(directory, architecture)
     return read_borrowed_config(directory, architecture, trust_remote_code=trust_remote_code)
 
 
@@ -56,11 +58,13 @@ def load_model(plan: LoadPlan) -> LoadedModel:
     """
     if isinstance(plan.config, ModelConfig):
         return _load_native(plan, plan.config)
-    from octavo.executor.models.borrowed import BorrowedConfig, load_borrowed
+    from octavo.executor.models.borrowed import BorrowedConfig, EncoderConfig, load_borrowed, load_encoder
 
-    assert isinstance(plan.config, BorrowedConfig)
     bits = plan.rounded_bits  # a wrong setting is refused before a size that cannot be
     check_size(plan.config, plan.parallel.world_size)
+    if isinstance(plan.config, EncoderConfig):
+        return load_encoder(plan, plan.config)
+    assert isinstance(plan.config, BorrowedConfig)
     return load_borrowed(plan, plan.config, rounded_bits=bits)
 
 

@@ -171,6 +171,7 @@ class Decoder(Module):
         self.compiled: CompiledLayers | None = None  # computes what `model` computes; None if there is no program
         self.num_layers = config.num_layers
         self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
         # parameters that share another parameter's tensor
         self.tied = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 

@@ -65,10 +65,11 @@ class LoadedModel(Model, Protocol):
 
     num_layers: int
     vocab_size: int
+    hidden_size: int
 
     @property
     def kv_shapes(self) -> list[KVShape]:
-        """Each layer's (num_kv_heads, key_head_size, value_head_size), of this rank."""
+        """Each layer's (num_kv_heads, key_head_size, value_head_size), of this rank; none in an encoder."""
 
     @property
     def layers(self) -> Iterable[nn.Module]:

@@ -40,6 +40,8 @@ def decide(config: Config, chosen: ChosenBackend, device: torch.device) -> Decis
         raise ValueError("no model: set --model to its directory")
     model_config = read_model_config(Path(config.model), trust_remote_code=config.trust_remote_code)
     max_model_len = choose_max_model_len(config.max_model_len, model_config)
+    if not model_config.kv_shapes:
+        max_model_len = _within_a_step(max_model_len, config)
     dtype, reason = choose_dtype(config.dtype, model_config.dtype, device)
     logger.info("%s on %s (%s): %s", dtype, device, torch.backends.cpu.get_cpu_capability(), reason)
     _set_num_threads(config)
@@ -60,6 +62,19 @@ def choose_max_model_len(requested: int | None, model_config: ModelDescription) 
             f" to {longest} or less, or leave it out; rope_scaling, which stretches a model, belongs in its config.json"
         )
     return requested or model_config.default_max_model_len
+
+
+def _within_a_step(max_model_len: int, config: Config) -> int:
+    """Return how long a text of an encoder may be: one step computes it. Raises ValueError if more was asked for."""
+    most = config.max_num_batched_tokens
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ValueError(
+            f"max_model_len ({config.max_model_len}) is more than max_num_batched_tokens ({most}), and an encoder"
+            f" computes a text in one step: set --max-num-batched-tokens to {config.max_model_len} or more"
+        )
+    if max_model_len > most:
+        logger.info("texts have at most %d tokens, as a step has (--max-num-batched-tokens)", most)
+    return min(max_model_len, most)
 
 
 def _set_num_threads(config: Config) -> None:

@@ -120,10 +120,10 @@ def native_footprints(config: ModelConfig, backend: Backend, forms: WeightForms 
 
 def borrowed_footprint(config: ModelDescription, forms: WeightForms = PLAIN) -> Footprint:
     """Count a model of `executor.models.borrowed`; such a model cannot be divided."""
-    from octavo.executor.models.borrowed import BorrowedConfig
+    from octavo.executor.models.borrowed import BorrowedConfig, EncoderConfig
     from octavo.executor.models.borrowed.decoder import is_product, may_choose_experts
 
-    assert isinstance(config, BorrowedConfig)
+    assert isinstance(config, BorrowedConfig | EncoderConfig)
     model = config.build("meta", config.dtype)
     model.tie_weights()
     sizes = {id(parameter): parameter.numel() for parameter in model.parameters()}

@@ -42,6 +42,8 @@ def size_pool(
     `max_num_seqs` sequences of `max_model_len` tokens. Raises ValueError if one such sequence does not fit.
     """
     sequence_blocks = math.ceil(max_model_len / config.block_size)
+    if not block_bytes:  # an encoder: blocks are numbers that the scheduler counts, without memory
+        return PoolSize(config.max_num_seqs * sequence_blocks, 0)
     if config.kv_cache_memory_bytes is not None:
         _refuse_more_than_there_is(config.kv_cache_memory_bytes, total_bytes(device, root))
         room_bytes, num_blocks = config.kv_cache_memory_bytes, config.kv_cache_memory_bytes // block_bytes

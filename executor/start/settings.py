@@ -4,6 +4,7 @@ FIELDS = (
     "model",
     "trust_remote_code",
     "load_format",
+    "pooling",
     "quantization",
     "dtype",
     "max_model_len",

@@ -18,6 +18,7 @@ import torch
 from octavo.executor.machine.memory import total_bytes
 from octavo.executor.models import LoadedModel, LoadPlan, compile_model, load_model
 from octavo.executor.models.kv_caches import KVShape, allocate_kv_caches, block_bytes
+from octavo.executor.models.pooling import TAKES_LAST, Pooling, read_pooling
 from octavo.executor.parallel import ALONE, TensorParallel
 from octavo.executor.start.decisions import decide
 from octavo.executor.start.fingerprint import model_fingerprint
@@ -54,6 +55,7 @@ class Loaded(NamedTuple):
     model: LoadedModel
     fingerprint: str
     has_program: bool  # a program of the backend computes its layers
+    pooling: Pooling
     weight_bytes: int
 
 
@@ -65,7 +67,7 @@ def start_executor(config: Config, heart: Heart | None = None) -> Executor:
     """
     chosen = choose_backend(config.attention_backend)
     plan, kv_dtype = configure(config, chosen)
-    loaded = load(plan, config.kv_cache_dtype)
+    loaded = load(config, plan)
     runner = make_kv_pool(config, plan, loaded, kv_dtype)
     compile_kernels(plan, loaded)
     take_first_steps(runner, plan.max_model_len)
@@ -102,13 +104,20 @@ def configure(config: Config, chosen: ChosenBackend) -> tuple[LoadPlan, torch.dt
     return plan, decided.kv_dtype
 
 
-def load(plan: LoadPlan, kv_cache_dtype: str) -> Loaded:
+def load(config: Config, plan: LoadPlan) -> Loaded:
     """Load the weights; compile the model's layers if the backend has a program for them."""
     with stage("weights"):
         model = load_model(plan)
-        fingerprint = model_fingerprint(plan, kv_cache_dtype)
+        fingerprint = model_fingerprint(plan, config.kv_cache_dtype)
         has_program = compile_model(model)
-    return Loaded(model, fingerprint, has_program, _weight_bytes(model))
+        pooling = read_pooling(plan.directory, config.pooling, plan.device)
+    return Loaded(
+        model=model,
+        fingerprint=fingerprint,
+        has_program=has_program,
+        pooling=pooling,
+        weight_bytes=_weight_bytes(model),
+    )
 
 
 def make_kv_pool(config: Config, plan: LoadPlan, loaded: Loaded, kv_dtype: torch.dtype) -> ModelRunner:
@@ -116,7 +125,16 @@ def make_kv_pool(config: Config, plan: LoadPlan, loaded: Loaded, kv_dtype: torch
     with stage("KV pool"):
         check_agreement(plan.parallel, loaded.fingerprint, config.block_size)
         device = device_of(plan.device)
-        return make_runner(config, loaded.model, plan.max_model_len, kv_dtype, plan.backend, device, plan.parallel)
+        return make_runner(
+            config,
+            loaded.model,
+            plan.max_model_len,
+            kv_dtype,
+            plan.backend,
+            device,
+            plan.parallel,
+            loaded.pooling,
+        )
 
 
 def compile_kernels(plan: LoadPlan, loaded: Loaded) -> None:
@@ -149,6 +167,7 @@ def watch_progress(model: LoadedModel, heart: Heart) -> StepProgress:
 
 def describe(config: Config, plan: LoadPlan, loaded: Loaded, runner: ModelRunner) -> ExecutorReady:
     """Return how the executor introduces itself to the scheduler."""
+    is_encoder = not loaded.model.kv_shapes
     return ExecutorReady(
         executor_incarnation=new_identity(),
         num_blocks=runner.num_blocks,
@@ -162,6 +181,10 @@ def describe(config: Config, plan: LoadPlan, loaded: Loaded, runner: ModelRunner
             "total": total_bytes(plan.device),
         },
         process=f"process {os.getpid()} on {socket.gethostname()}",
+        tasks=("embed",) if is_encoder else ("generate", "embed"),
+        embedding_size=loaded.pooling.size(loaded.model.hidden_size),
+        embeds_all_tokens=loaded.pooling.needs_all_tokens,
+        whole_prompts=is_encoder,
     )
 
 
@@ -173,6 +196,7 @@ def make_runner(
     backend: Backend,
     device: Device,
     parallel: TensorParallel = ALONE,
+    pooling: Pooling = TAKES_LAST,
 ) -> ModelRunner:
     """Return a runner whose KV pool fills the memory that the largest step leaves free.
 
@@ -183,14 +207,16 @@ def make_runner(
     def runner_of(num_blocks: int) -> ModelRunner:
         kv_caches = allocate_kv_caches(shapes, num_blocks, config.block_size, kv_dtype, device.torch_device)
         sizes = {"block_size": config.block_size, "num_blocks": num_blocks}
-        return ModelRunner(model, kv_caches, backend, **sizes, device=device, parallel=parallel)
+        return ModelRunner(model, kv_caches, backend, **sizes, device=device, parallel=parallel, pooling=pooling)
 
     pool = size_pool(
         config,
         block_bytes(shapes, config.block_size, kv_dtype),
         max_model_len,
         device.torch_device,
-        activation_bytes=device.peak_bytes(lambda: runner_of(1).run(largest_step(config, max_model_len))),
+        activation_bytes=device.peak_bytes(
+            lambda: runner_of(1).run(largest_step(config, max_model_len, generates=bool(shapes)))
+        ),
         num_sharing=num_local_ranks(config),
     )
     pool = pool._replace(num_blocks=parallel.least(pool.num_blocks))

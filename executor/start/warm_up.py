@@ -50,6 +50,11 @@ def warm_up(runner: ModelRunner, max_model_len: int) -> None:
     """Run one small prompt and one decode step: kernels are compiled and memory pages touched before any request."""
     num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 1))
     prompt, blocks = bytes(4 * num_tokens), pack_ids(range(-(-(num_tokens + 1) // runner.block_size)))
+    if not runner.kv_caches:  # an encoder, which makes a vector of the prompt
+        init = SequenceInit(sampling=Sampling(max_tokens=0, seed=0), num_prompt_tokens=num_tokens, task="embed")
+        runner.run(Step("", "", 1, [SequenceStep(0, 0, prompt, blocks, False, init)]))
+        runner.reset()
+        return
     sampling = Sampling(max_tokens=2, seed=0, temperature=1.0, top_p=0.5, num_logprobs=1)
     runner.run(Step("", "", 1, [SequenceStep(0, 0, prompt, blocks, True, SequenceInit(sampling, num_tokens))]))
     if num_tokens < max_model_len:
@@ -79,7 +84,7 @@ def capture_graphs(runner: ModelRunner, max_num_seqs: int, max_model_len: int) -
     runner.graphs = graphs
 
 
-def largest_step(config: Config, max_model_len: int) -> Step:
+def largest_step(config: Config, max_model_len: int, *, generates: bool = True) -> Step:
     """Return the largest step that a scheduler may plan. All its sequences share block 0: its results are useless."""
     num_seqs = config.max_num_seqs
     length, num_longer = divmod(config.max_num_batched_tokens, num_seqs)
@@ -88,5 +93,6 @@ def largest_step(config: Config, max_model_len: int) -> Step:
     for seq_id in range(num_seqs):
         num_tokens = min(length + (seq_id < num_longer), max_model_len)
         prompt, table = bytes(4 * num_tokens), bytes(4 * -(-num_tokens // config.block_size))
-        sequences.append(SequenceStep(seq_id, 0, prompt, table, True, SequenceInit(sampling, num_tokens)))
+        init = SequenceInit(sampling, num_tokens, task="generate" if generates else "embed")
+        sequences.append(SequenceStep(seq_id, 0, prompt, table, generates, init))
     return Step("", "", 1, sequences)

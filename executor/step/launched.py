@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from torch import Tensor
 
@@ -28,13 +29,15 @@ class StepOutputs(NamedTuple):
 
     sampled: Sampled | None  # of the shares that sample
     prompt_slices: list[list[PromptSlice]]  # of each share
+    embeddings: list[Tensor]  # float32, of the shares that end a prompt that is embedded
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the order in which `Launched` reads them."""
         sampled = [*self.sampled[:2], *(self.sampled.logprobs or ())] if self.sampled else []
-        return sampled + [
+        slices = [
             tensor for part in self.prompt_slices for logprobs, largest in part for tensor in (largest, *logprobs)
         ]
+        return sampled + slices + self.embeddings
 
 
 class Launched:
@@ -84,6 +87,8 @@ class Launched:
             for token_id in token_ids:
                 share.state.append(token_id)
             results.append(SequenceResult(token_ids, logprobs, _read_prompt(arrays, share, len(slices))))
+        if self._outputs.embeddings:
+            results = _with_embeddings(results, self._shares, arrays)
         step = self._step
         return StepResult(step.scheduler_incarnation, step.executor_incarnation, step.step_id, results)
 
@@ -99,6 +104,15 @@ class Launched:
         values = TokenLogprobs(*(next(arrays) for _ in TokenLogprobs._fields))
         entries = iter(pack_logprobs(values, [k for k in wanted if k is not None]))
         return zip(token_ids, [None if k is None else next(entries) for k in wanted], strict=True)
+
+
+def _with_embeddings(
+    results: Sequence[SequenceResult], shares: Sequence[ShareInputs], arrays: Iterator[np.ndarray]
+) -> list[SequenceResult]:
+    return [
+        msgspec.structs.replace(result, embedding=next(arrays).tobytes()) if share.ends_embedding else result
+        for result, share in zip(results, shares, strict=True)
+    ]
 
 
 def _read_prompt(arrays: Iterator[np.ndarray], share: ShareInputs, num_slices: int) -> Logprobs | None:

@@ -22,6 +22,7 @@ class ShareInputs(NamedTuple):
     block_table: bytes  # int32
     sample: bool
     pending_row: int | None = None  # the row of the share's one token among the last step's samples
+    ends_embedding: bool = False  # the share has the last token of a prompt that is embedded
 
     @classmethod
     def of(cls, step: SequenceStep, state: SequenceState) -> "ShareInputs | None":
@@ -30,7 +31,8 @@ class ShareInputs(NamedTuple):
         if token_ids is None:
             return None
         pending_row = None if step.token_ids else state.pending_row
-        return cls(state, token_ids.tobytes(), step.block_table, step.sample, pending_row)
+        ends_embedding = state.embeds and step.num_computed_tokens + len(token_ids) == state.num_prompt_tokens
+        return cls(state, token_ids.tobytes(), step.block_table, step.sample, pending_row, ends_embedding)
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.executor.models import Model
 from octavo.executor.models.inputs import StepInputs
 from octavo.executor.models.kv_caches import KVCaches
+from octavo.executor.models.pooling import TAKES_LAST, Pooling
 from octavo.executor.parallel import ALONE, TensorParallel
 from octavo.executor.step import sampler
 from octavo.executor.step.columns import make_columns, to_device
@@ -45,6 +46,7 @@ class ModelRunner:
         num_blocks: int,
         device: Device | None = None,
         parallel: TensorParallel = ALONE,
+        pooling: Pooling = TAKES_LAST,
     ) -> None:
         """`kv_caches` holds each layer's k_cache_NKDP and v_cache_NKPD, of `num_blocks` blocks.
 
@@ -56,6 +58,7 @@ class ModelRunner:
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.parallel = parallel
+        self.pooling = pooling
         self.device = device or device_of(kv_caches[0][0].device)
         self.graphs: DecodeGraphs | None = None  # of decode steps; None: steps are launched kernel by kernel
         self._states: dict[int, SequenceState] = {}
@@ -117,13 +120,14 @@ class ModelRunner:
             for share, end in zip(shares, ends, strict=True)
         ]
         sampled = self._sample_last(hidden_TE, shares, ends)
+        embeddings = self._embed(hidden_TE, shares, ends)
         row = 0
         for share in shares:
             share.state.num_computed_tokens += share.num_tokens
             if share.sample:
                 share.state.sampled(row)
                 row += 1
-        return StepOutputs(sampled, prompt_slices)
+        return StepOutputs(sampled, prompt_slices, embeddings)
 
     def _settle_for(self, step: Step) -> None:
         """Wait for the results that the launch of `step` needs on the host.
@@ -187,6 +191,18 @@ class ModelRunner:
         token_ids_S = torch.empty(num_rows, dtype=torch.int32, device=self.device.torch_device)
         largest_S = torch.zeros(num_rows, device=self.device.torch_device)
         return Sampled(self.parallel.broadcast(token_ids_S).long(), largest_S, None)
+
+    def _embed(self, hidden_TE: Tensor, shares: Sequence[ShareInputs], ends: Sequence[int]) -> list[Tensor]:
+        """Collect the hidden states of prompts that are embedded; return the vectors of the prompts that end here."""
+        vectors = []
+        for share, end in zip(shares, ends, strict=True):
+            state = share.state
+            if state.embeds:
+                collected_E = self.pooling.add(state.collected_E, hidden_TE[end - share.num_tokens : end])
+                state.collected_E = collected_E
+                if share.ends_embedding:
+                    vectors.append(self.pooling.vector(collected_E, state.num_prompt_tokens))
+        return vectors
 
     def _prompt_logprobs(self, hidden_TE: Tensor, share: ShareInputs) -> list[PromptSlice]:
         """Return the log probabilities of the prompt tokens that the share's tokens predict.

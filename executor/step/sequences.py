@@ -4,6 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from octavo.protocol.messages import SequenceInit, SequenceStep, unpack_ids
 from octavo.protocol.sampling import Sampling
@@ -78,6 +79,8 @@ class SequenceState:
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_pending_tokens: int = 0  # sampled tokens that only the device knows
     pending_row: int | None = None  # row of the last pending token among its step's samples
+    embeds: bool = False
+    collected_E: Tensor | None = None  # what the next chunk of a prompt that is embedded is added to
 
     @classmethod
     def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
@@ -92,6 +95,7 @@ class SequenceState:
             bias=_bias(init.sampling) if init.sampling.logit_bias else None,
             stop_ids=_stop_ids(init.sampling) if init.sampling.min_tokens else None,
             prompt_token_ids=unpack_ids(init.prompt_token_ids),
+            embeds=init.task == "embed",
         )
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.gateway.asking.asked import Asked, AskedPrompt
+from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts
 from octavo.gateway.asking.encode import PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
@@ -28,9 +28,12 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
 
     `request_id` is unique over the life of the process.
     """
+    if "generate" not in model.ready.tasks:
+        reason = "this model generates no text, it makes vectors: use /v1/embeddings"
+        raise RequestError(reason, param="model", code="unsupported_task")
     prompts, samplings, num_characters = [], [], 0
     for given in asked.prompts:
-        prompt = yield from _encode(given, asked, model)
+        prompt = yield from encode_within_context(given, asked, model)
         samplings.append(resolve_sampling(asked.sampling, model, len(prompt.token_ids), asked.names))
         num_characters += len(prompt.token_ids) if prompt.text is None else len(prompt.text)
         prompts.append(prompt if asked.keeps_text else PreparedPrompt(None, prompt.token_ids))
@@ -46,8 +49,8 @@ def prepare_prompts(asked: Asked, model: ServedModel) -> Steps[list[PreparedProm
     return prepared.prompts
 
 
-def _encode(given: AskedPrompt, asked: Asked, model: ServedModel) -> Steps[PreparedPrompt]:
-    """Return, in steps, a prompt for generation. Raises RequestError if it is empty, or longer than the context."""
+def encode_within_context(given: AskedPrompt, asked: AskedPrompts, model: ServedModel) -> Steps[PreparedPrompt]:
+    """Return, in steps, a prompt. Raises RequestError if it is empty, or known to be longer than the context."""
     max_model_len, param = model.ready.max_model_len, asked.names.prompt
     try:
         prompt = yield from encode(given, model, asked.names, max_tokens=max_model_len, keeps_text=asked.keeps_text)

@@ -3,11 +3,13 @@
 from typing import Any
 
 from octavo.gateway.http.description import show_docs, show_openapi
+from octavo.gateway.http.embeddings import embed
 from octavo.gateway.http.endpoint import BODY_ERRORS, Endpoint
 from octavo.gateway.http.generate import CHAT, COMPLETIONS, generating_route
 from octavo.gateway.http.models import list_models, show_model
 from octavo.gateway.http.status import Status, Version, health, live, show_metrics, version
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE, token_route
+from octavo.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
 from octavo.gateway.openai.responses import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -36,6 +38,14 @@ ENDPOINTS = (
         body=CompletionRequest,
         answer=Completion,
         chunk=CompletionChunk,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        path="/v1/embeddings",
+        respond=embed,
+        summary="Make vectors of texts",
+        body=EmbeddingRequest,
+        answer=EmbeddingList,
         errors=BODY_ERRORS,
     ),
     Endpoint(path="/v1/models", respond=list_models, summary="List the served names of the model", answer=ModelList),

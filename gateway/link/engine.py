@@ -14,7 +14,7 @@ from octavo.gateway.text.text_stream import TextStream
 from octavo.gateway.text.tokenizer import Tokenizer
 from octavo.protocol.config import Config
 from octavo.protocol.link_keys import ClientKeys
-from octavo.protocol.messages import Output, Ready, Rejected, Stats, Submit, pack_ids
+from octavo.protocol.messages import Output, Ready, Rejected, Stats, Submit, Task, pack_ids
 from octavo.protocol.sampling import Sampling
 
 RETRY_S = 0.05  # while the scheduler is full, or a process restarts
@@ -71,6 +71,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     body_id: str = ""  # the same for all requests of one body
+    task: Task = "generate"
 
 
 class Generation:
@@ -245,4 +246,5 @@ def _submit(request: GenerationRequest) -> Submit:
         cache_salt=request.cache_salt,
         prompt_id=request.prompt.prompt_id,
         body_id=request.body_id,
+        task=request.task,
     )

@@ -45,27 +45,27 @@ def _prompts(body: CompletionRequest) -> Iterator[PromptText | PromptTokens]:
         yield PromptText(given, adds) if isinstance(given, str) else PromptTokens(given)
 
 
-def split_prompts(prompt: Any, n: int = 1) -> list[str | list[int]]:
+def split_prompts(prompt: Any, n: int = 1, *, name: str = "prompt", most: int = MAX_CHOICES) -> list[str | list[int]]:
     """Return the prompts in a string, a list of strings, a list of token ids or a list of such lists.
 
-    Raises RequestError that names the place of any other value, or if prompts x n are too many choices.
+    Raises RequestError that names the place of any other value, or if prompts x n are more than `most` choices.
     """
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list):
-        raise _wrong_prompt("prompt")
+        raise _wrong_prompt(name)
     if not prompt:
-        raise RequestError("prompt is empty", param="prompt", code="invalid_value")
+        raise RequestError(f"{name} is empty", param=name, code="invalid_value")
     if type(prompt[0]) is int:
-        return [_integers(prompt, "prompt")]
-    if len(prompt) * n > MAX_CHOICES:
-        message = f"{len(prompt)} prompts with n {n} make more than {MAX_CHOICES} choices"
-        raise RequestError(message, param="n" if n > 1 else "prompt", code="invalid_value")
+        return [_integers(prompt, name)]
+    if len(prompt) * n > most:
+        message = f"{len(prompt)} prompts with n {n} make more than {most} choices"
+        raise RequestError(message, param="n" if n > 1 else name, code="invalid_value")
     kind = type(prompt[0])
     for index, item in enumerate(prompt):
         if type(item) is not kind or kind not in (str, list):
-            raise _wrong_prompt(f"prompt[{index}]")
-    return prompt if kind is str else [_integers(item, f"prompt[{i}]") for i, item in enumerate(prompt)]
+            raise _wrong_prompt(f"{name}[{index}]")
+    return prompt if kind is str else [_integers(item, f"{name}[{i}]") for i, item in enumerate(prompt)]
 
 
 def _integers(items: list[Any], path: str) -> list[int]:

@@ -35,6 +35,7 @@ class Delta(msgspec.Struct):
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0  # of the prompt
     error: str | None = None
+    embedding: bytes = b""  # float32; with the end of a request to embed
 
 
 class Whole:
@@ -48,6 +49,7 @@ class Whole:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.num_cached_tokens = 0
+        self.embedding = b""
 
     @property
     def text(self) -> str:
@@ -67,6 +69,7 @@ class Whole:
             self.prompt_logprobs = delta.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_cached_tokens = delta.num_cached_tokens
+        self.embedding = delta.embedding
 
 
 def token_logprobs(token_ids: "list[int] | array[int]", packed: Logprobs) -> list[TokenLogprob]:

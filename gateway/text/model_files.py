@@ -119,7 +119,7 @@ def _warn_of_no_end(
         token = end_of_turn(chat_template, tokenizer.control_tokens)
     except ValueError as error:
         raise ValueError(f"{directory}: {error}: put it right there") from None
-    if not eos_token_ids:
+    if not eos_token_ids and not (directory / "modules.json").is_file():  # which makes vectors
         logger.warning(
             "%s names no token that ends an answer: answers go on to max_tokens or a stop; %s", directory, advice
         )

@@ -102,7 +102,7 @@ class TextStream:
 
     def _finished(self, output: Output) -> Delta:
         delta = self._delta(self._text, output, self._text_end)
-        delta.finish_reason, delta.error = output.finish_reason, output.error
+        delta.finish_reason, delta.error, delta.embedding = output.finish_reason, output.error, output.embedding
         if output.finish_reason == "stop" and delta.token_ids:
             delta.stop_reason = self._reason(delta.token_ids[-1])
         return delta

@@ -32,6 +32,7 @@ FLAG_GROUPS = {
         "use_modelscope",
         "trust_remote_code",
         "load_format",
+        "pooling",
         "quantization",
         "dtype",
         "max_model_len",

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 from octavo.errors import GenerationFailedError
 from octavo.gateway.link.engine import Engine, Generation, GenerationRequest, Refused
-from octavo.gateway.text.delta import Delta
+from octavo.gateway.text.delta import Delta, Whole
 from octavo.gateway.text.tokenizer import Tokenizer
-from octavo.python.outputs import Collected, RequestOutput, request_output
+from octavo.python.outputs import Collected, EmbeddingRequestOutput, RequestOutput, embedding_output, request_output
 from octavo.python.preparation import PreparedRequest
 
 
@@ -28,25 +28,61 @@ class Generating:
         Raises GenerationError or ValueError if one fails: the others are aborted.
         """
         answers = [collected(request, self._tokenizer) for request in requests]
+
+        def taking(answer: Collected, its_answers: Sequence[Collected]) -> Callable[[Delta], None]:
+            def take(delta: Delta) -> None:
+                answer.add(delta)
+                if delta.finish_reason and all(other.finish_reason for other in its_answers):
+                    when_finished()
+
+            return take
+
         work = [
-            (sequence, answer, its_answers)
+            (sequence, taking(answer, its_answers))
             for request, its_answers in zip(requests, answers, strict=True)
             for sequence, answer in zip(request.sequences, its_answers, strict=True)
         ]
+        await self._work_off(work)
+        return [output_of(request, its_answers) for request, its_answers in zip(requests, answers, strict=True)]
+
+    async def embed(
+        self, requests: Sequence[PreparedRequest], when_finished: Callable[[], object]
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each request's prompt, in order; `when_finished` is called after each.
+
+        Raises GenerationError or ValueError if one fails: the others are aborted.
+        """
+        wholes = [Whole() for _ in requests]
+
+        def taking(whole: Whole) -> Callable[[Delta], None]:
+            def take(delta: Delta) -> None:
+                whole.add(delta)
+                if delta.finish_reason:
+                    when_finished()
+
+            return take
+
+        await self._work_off(
+            [(request.sequences[0], taking(whole)) for request, whole in zip(requests, wholes, strict=True)]
+        )
+        return [
+            embedding_output(request.request_id, request.prompt_token_ids, whole)
+            for request, whole in zip(requests, wholes, strict=True)
+        ]
+
+    async def _work_off(self, work: Sequence[tuple[GenerationRequest, Callable[[Delta], None]]]) -> None:
+        """Run each sequence of `work`, its Deltas going to the function beside it."""
         remaining = iter(work)
 
         async def work_off() -> None:
-            for sequence, answer, its_answers in remaining:
+            for sequence, take in remaining:
                 async for delta in self._deltas(sequence):
-                    answer.add(delta)
-                if all(other.finish_reason for other in its_answers):
-                    when_finished()
+                    take(delta)
 
         with _first_error():
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._num_places, len(work))):
                     group.create_task(work_off())
-        return [output_of(request, its_answers) for request, its_answers in zip(requests, answers, strict=True)]
 
     async def deliver(self, request: PreparedRequest, deliver: Callable[[tuple[int, Delta]], object]) -> None:
         """Pass each Delta of `request`, with the index of its sequence, to `deliver` as it comes.

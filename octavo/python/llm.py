@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from octavo.python.local_engine import LocalEngine
-from octavo.python.outputs import RequestOutput
+from octavo.python.outputs import EmbeddingRequestOutput, RequestOutput
 from octavo.python.preparation import (
     Conversation,
     PreparedRequest,
@@ -84,6 +84,19 @@ class LLM:
         requests = _each(prepare, split_conversations(messages), sampling_params, "messages")
         return self._complete(requests, use_tqdm)
 
+    def embed(self, prompts: Prompt | Sequence[Prompt], *, use_tqdm: bool = True) -> list[EmbeddingRequestOutput]:
+        """Return the vector of each prompt, in order: `output.outputs.embedding` is a list of numbers.
+
+        Prompts are as for `generate`. Raises ValueError for a wrong or too long prompt, or a model without vectors.
+        """
+        requests = []
+        items = split_prompts(prompts)
+        for index, item in enumerate(items):
+            with naming(f"prompts[{index}]") if len(items) > 1 else nullcontext():
+                requests.append(self._engine.preparation.of_text(item))
+        with _bar_of(len(requests), "Embedding", use_tqdm) as when_finished:
+            return self._engine.result(self._engine.submit(self._engine.generating.embed(requests, when_finished)))
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the defaults of the model's generation_config.json (or else config.json) as new SamplingParams."""
         return self._engine.preparation.default_sampling_params()
@@ -114,7 +127,7 @@ class LLM:
         self.close()
 
     def _complete(self, requests: Sequence[PreparedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        with _progress(len(requests)) if use_tqdm and len(requests) > 1 else nullcontext(_no_bar) as when_finished:
+        with _bar_of(len(requests), "Generating", use_tqdm) as when_finished:
             return self._engine.result(self._engine.submit(self._engine.generating.complete(requests, when_finished)))
 
 
@@ -123,9 +136,12 @@ def _no_bar() -> None:
 
 
 @contextmanager
-def _progress(num_requests: int) -> Iterator[Callable[[], object]]:
-    """Show a bar, and yield a function to call when a request is finished."""
-    with tqdm(total=num_requests, desc="Generating", unit="prompt") as bar:
+def _bar_of(num_requests: int, title: str, use_tqdm: bool) -> Iterator[Callable[[], object]]:
+    """Show a bar for several requests; yield a function to call when a request is finished."""
+    if not use_tqdm or num_requests < 2:
+        yield _no_bar
+        return
+    with tqdm(total=num_requests, desc=title, unit="prompt") as bar:
         yield bar.update
 
 

@@ -1,6 +1,7 @@
 """The outputs of the Python API, and how they grow from the engine's Deltas."""
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,6 +60,40 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[Alternatives | None] | None = None
     finished: bool = True
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The vector of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The vector of one prompt, in `outputs`. `num_cached_tokens` of the prompt were found in the prefix cache."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+def embedding_output(request_id: str, prompt_token_ids: list[int], whole: Whole) -> EmbeddingRequestOutput:
+    """Return the output of a prompt that was embedded."""
+    embedding = array("f")
+    embedding.frombytes(whole.embedding)
+    return EmbeddingRequestOutput(
+        request_id=request_id,
+        outputs=EmbeddingOutput(embedding.tolist()),
+        prompt_token_ids=prompt_token_ids,
+        num_cached_tokens=whole.num_cached_tokens,
+    )
 
 
 class Collected:

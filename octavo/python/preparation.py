@@ -11,9 +11,18 @@ from typing import Any, SupportsIndex, TypedDict, cast
 
 import msgspec
 
-from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedSampling, FieldNames, PromptText, PromptTokens
+from octavo.gateway.asking.asked import (
+    Asked,
+    AskedPrompt,
+    AskedPrompts,
+    AskedSampling,
+    FieldNames,
+    PromptText,
+    PromptTokens,
+)
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.prepare import prepare
+from octavo.gateway.asking.vectors import prepare_vectors
 from octavo.gateway.link.engine import GenerationRequest
 from octavo.gateway.openai.answers import asked_sampling
 from octavo.gateway.openai.chat import chat_prompt, check_chat
@@ -59,10 +68,16 @@ class Preparation:
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
         """Return the request for a prompt. Raises ValueError or TypeError if the prompt is wrong."""
-        given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
-        if isinstance(given, str):
-            return self._request(PromptText(given), params, request_id, FieldNames())
-        return self._request(PromptTokens(_token_ids(given)), params, request_id, FieldNames(prompt="prompt_token_ids"))
+        given, names = _asked_prompt(prompt)
+        return self._request(given, params, request_id, names)
+
+    def of_text(self, prompt: Prompt, request_id: str | None = None) -> PreparedRequest:
+        """Return the request for a prompt's vector. Raises ValueError or TypeError if the prompt is wrong."""
+        given, names = _asked_prompt(prompt)
+        number = str(next(self._numbers))
+        with _as_value_error():
+            [request] = finished(prepare_vectors(AskedPrompts(prompts=[given], names=names), self._model, number))
+        return PreparedRequest(request_id or number, None, request.prompt.token_ids, [request])
 
     def of_chat(
         self,
@@ -158,6 +173,14 @@ def naming(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {error}") from None
     except TypeError as error:
         raise TypeError(f"{place}: {error}") from None
+
+
+def _asked_prompt(prompt: Prompt) -> tuple[AskedPrompt, FieldNames]:
+    """Return a prompt as it is asked for, and the caller's name of it. Raises ValueError or TypeError."""
+    given = _only_value(prompt) if isinstance(prompt, Mapping) else prompt
+    if isinstance(given, str):
+        return PromptText(given), FieldNames()
+    return PromptTokens(_token_ids(given)), FieldNames(prompt="prompt_token_ids")
 
 
 def _only_value(prompt: Mapping[str, Any]) -> Any:

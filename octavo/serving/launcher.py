@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -100,12 +101,20 @@ def ready_text(config: Config, seconds: float) -> str:
     where, socket_flag = (config.uds, f" --unix-socket {shlex.quote(config.uds)}") if config.uds else (url, "")
     name = config.served_model_name[0]
     authorization = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
-    body = {"model": name, "messages": [{"role": "user", "content": "What is a page?"}], "max_tokens": 40}
+    route, body = _example(Path(config.model), name)
     return (
         f"Octavo serves {paragraph(name)} on {where} (ready in {seconds:.1f} s; Ctrl-C stops it). Try:\n"
-        f"  curl{socket_flag} {url}/v1/chat/completions{authorization} -H 'Content-Type: application/json' \\\n"
+        f"  curl{socket_flag} {url}{route}{authorization} -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(json.dumps(body))}"
     )
+
+
+def _example(model_directory: Path, name: str) -> tuple[str, dict[str, Any]]:
+    """Return a route and a body to try: a checkpoint of sentence-transformers makes vectors."""
+    if (model_directory / "modules.json").is_file():
+        return "/v1/embeddings", {"model": name, "input": "What is a page?"}
+    question = {"role": "user", "content": "What is a page?"}
+    return "/v1/chat/completions", {"model": name, "messages": [question], "max_tokens": 40}
 
 
 @contextmanager

@@ -105,9 +105,10 @@ _NOT_HERE = {
         enable_mm_processor_stats disable_mm_preprocessor_cache disable_chunked_mm_input interleave_mm_strings
         skip_mm_profiling media_io_kwargs video_pruning_rate language_model_only allowed_local_media_path
         allowed_media_domains trust_request_mm_kwargs io_processor_plugin mmproj enable_multimodal""",
-    "models generate text; there are no embeddings, scores or transcripts": """
-        task runner convert pooler_config override_pooler_config enable_flash_late_interaction embedding embeddings
-        rerank reranking is_embedding pooling enable_prompt_embeds""",
+    "every model has /v1/embeddings: --pooling says of which tokens a vector is made": """
+        task runner convert pooler_config override_pooler_config embedding embeddings is_embedding""",
+    "there are no scores, no reranking, and no prompts given as vectors": """
+        enable_flash_late_interaction rerank reranking enable_prompt_embeds""",
     "a model is what its directory says: serve a directory whose config.json has the change": """
         hf_overrides hf_config_path rope_scaling rope_theta rope_freq_base rope_freq_scale disable_sliding_window
         override_attention_dtype config_format json_model_override_args language_only""",

@@ -27,7 +27,7 @@ from octavo.protocol.messages import (
 )
 from octavo.protocol.sockets import MAX_MESSAGE_BYTES, connect_dealer, new_identity
 from tests.fakes.peer_thread import PeerThread
-from tests.fakes.toy_model import VOCAB_SIZE, logprobs_of, next_token
+from tests.fakes.toy_model import EMBEDDING_SIZE, VOCAB_SIZE, embedding_of, logprobs_of, next_token
 
 NUM_KEPT_RESULTS = 2
 DEVICE_BYTES = {"weights": 100, "kv_cache": 200, "total": 1000}
@@ -177,6 +177,8 @@ class FakeExecutor(PeerThread):
             self.scheduler_incarnation,
             DEVICE_BYTES,
             f"process {self.incarnation}",
+            tasks=("generate", "embed"),
+            embedding_size=EMBEDDING_SIZE,
         )
 
     def _answer(self, message: ToExecutor, progress_socket: "zmq.Socket[bytes]") -> list[object]:
@@ -310,7 +312,9 @@ class FakeExecutor(PeerThread):
             prompt_logprobs = logprobs_of(prompt, sampling.num_prompt_logprobs) if prompt else None
         state.num_computed_tokens = end
         if not sequence.sample:
-            return SequenceResult([], None, prompt_logprobs)
+            ends = state.init.task == "embed" and end == state.init.num_prompt_tokens
+            embedding = embedding_of(state.token_ids[:end]) if ends else b""
+            return SequenceResult([], None, prompt_logprobs, embedding)
         token_id = next_token(state.token_ids, sampling.seed)
         state.token_ids.append(token_id)
         state.num_tokens += 1

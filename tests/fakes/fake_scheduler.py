@@ -20,6 +20,7 @@ from octavo.protocol.messages import (
     Rejected,
     Stats,
     Submit,
+    Task,
     ToGateway,
     ToScheduler,
     Unknown,
@@ -29,7 +30,7 @@ from octavo.protocol.messages import (
     unpack_ids,
 )
 from octavo.protocol.sockets import bind_router, new_identity, try_send
-from tests.fakes.toy_model import logprobs_of
+from tests.fakes.toy_model import EMBEDDING_SIZE, embedding_of, logprobs_of
 
 Reply = Callable[[Submit], Sequence[int]]
 Item = TypeVar("Item")
@@ -124,6 +125,7 @@ class FakeScheduler:
         self.can_progress, self.frozen, self.paused = True, False, False
         self.num_idle_executors = 0
         self.num_cached_tokens = 0
+        self.tasks: tuple[Task, ...] = ("generate", "embed")
         self.stats: Stats | None = None
         self.rejection: Callable[[Submit], Rejected | None] = lambda submit: None
         self.received: list[ToScheduler] = []
@@ -295,7 +297,12 @@ class FakeScheduler:
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             error=record.error,
+            embedding=self._embedding(record),
         )
+
+    def _embedding(self, record: Record) -> bytes:
+        wanted = record.submit.task == "embed" and record.finish_reason == "length"
+        return embedding_of(unpack_ids(record.submit.prompt_token_ids)) if wanted else b""
 
     def _ready(self) -> Ready:
         return Ready(
@@ -308,6 +315,8 @@ class FakeScheduler:
             max_num_seqs=128,
             can_progress=self.can_progress,
             num_idle_executors=self.num_idle_executors,
+            tasks=self.tasks,
+            embedding_size=EMBEDDING_SIZE,
         )
 
     def _send(self, identity: bytes, message: ToGateway) -> None:

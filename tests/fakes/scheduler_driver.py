@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
-from octavo.protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, pack_ids, unpack_ids
+from octavo.protocol.messages import Logprobs, SequenceResult, SequenceStep, StepResult, Task, pack_ids, unpack_ids
 from octavo.protocol.sampling import Sampling
 from octavo.scheduler.scheduler import Limits, PlannedStep, Prompt, Scheduler, Sequence, Update
 from octavo.scheduler.sizes import MAX_STEP_BYTES
@@ -63,6 +63,9 @@ class State:
         self.prompt = unpack_ids(step.init.prompt_token_ids)  # empty: no log probabilities of it are wanted
         self.last_token = unpack_ids(step.token_ids)[-1]
         self.num_computed_tokens = step.num_computed_tokens
+        self.embeds = step.init.task == "embed"
+        self.num_prompt_tokens = step.init.num_prompt_tokens
+        self.total = 0  # of the slots that were computed since this init: what a vector is made of
 
 
 class SlotExecutor:
@@ -128,12 +131,14 @@ class SlotExecutor:
         prompt_logprobs = None
         for position, token_id in enumerate(token_ids, start):
             slot = kv[table[position // size]][position % size] = slot_value(slot, token_id)
+            state.total += slot
             if position + 1 < len(state.prompt):
                 new = prompt_logprob(slot, state.prompt[position + 1])
                 prompt_logprobs = prompt_logprobs + new if prompt_logprobs else new
         state.num_computed_tokens = end
         if not share.sample:
-            return SequenceResult([], prompt_logprobs=prompt_logprobs)
+            embedding = pack_ids([state.total]) if state.embeds and end == state.num_prompt_tokens else b""
+            return SequenceResult([], prompt_logprobs=prompt_logprobs, embedding=embedding)
         full, rest = divmod(end, size)
         total = sum([sum(kv[block]) for block in table[:full]]) + (sum(kv[table[full]][:rest]) if rest else 0)
         state.last_token = next_token(total)
@@ -159,6 +164,8 @@ class SchedulerDriver:
         max_step_bytes: int = MAX_STEP_BYTES,
         max_num_prompt_tokens: int | None = None,
         checks_moves: bool = True,
+        embeds_all_tokens: bool = False,
+        whole_prompts: bool = False,
     ) -> None:
         self.checks_moves = checks_moves
         self.max_num_prompt_tokens = max_num_prompt_tokens  # while some generate
@@ -171,6 +178,10 @@ class SchedulerDriver:
             max_num_waiting_seqs=max_num_waiting_seqs,
             enable_prefix_caching=enable_prefix_caching,
             max_step_bytes=max_step_bytes,
+            tasks=("generate", "embed"),
+            embedding_size=1,
+            embeds_all_tokens=embeds_all_tokens,
+            whole_prompts=whole_prompts,
         )
         self.scheduler = Scheduler(self.limits)
         self.executor = SlotExecutor(num_blocks, block_size)
@@ -196,6 +207,7 @@ class SchedulerDriver:
         cache_salt: str = "",
         body_id: str = "",
         max_tokens: int = 8,
+        task: Task = "generate",
         **sampling: Any,
     ) -> Sequence:
         return Sequence(
@@ -207,6 +219,7 @@ class SchedulerDriver:
             priority=priority,
             cache_salt=cache_salt,
             body_id=body_id,
+            task=task,
         )
 
     def add(self, sequence: Sequence) -> None:

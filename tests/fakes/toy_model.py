@@ -8,6 +8,7 @@ from octavo.protocol.messages import Logprobs, pack_ids
 from octavo.protocol.sampling import Sampling
 
 VOCAB_SIZE = 1000
+EMBEDDING_SIZE = 4
 EOS_TOKEN_ID = 0
 EOS_ONE_IN = 40  # tokens, so that unbounded outputs have random lengths
 
@@ -43,3 +44,8 @@ def logprobs_of(token_ids: Sequence[int], num_alternatives: int) -> Logprobs:
         pack_ids(top for row in tops for top in row),
         array("f", [-0.25 * k for _ in token_ids for k in range(1, num_alternatives + 1)]).tobytes(),
     )
+
+
+def embedding_of(token_ids: Sequence[int]) -> bytes:
+    """Return the vector of a prompt: float32 numbers that a test can compute."""
+    return array("f", [len(token_ids), sum(token_ids), token_ids[-1], token_ids[0]]).tobytes()

@@ -45,6 +45,8 @@ class Samples:
         match typing.get_origin(kind) or kind:
             case typing.Annotated:
                 return self.of(arguments[0])
+            case typing.Literal:
+                return arguments[-1]
             case _ if type(None) in arguments:
                 return self.of(next(option for option in arguments if option is not type(None)))
             case builtin if builtin is list:

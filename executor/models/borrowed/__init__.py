@@ -7,6 +7,23 @@ prove itself against transformers' own attention. Importing this package imports
 
 from octavo.executor.models.borrowed.config import BorrowedConfig, read_borrowed_config
 from octavo.executor.models.borrowed.decoder import BorrowedDecoder
+from octavo.executor.models.borrowed.encoder import (
+    Encoder,
+    EncoderConfig,
+    is_encoder,
+    load_encoder,
+    read_encoder_config,
+)
 from octavo.executor.models.borrowed.loading import load_borrowed
 
-__all__ = ["BorrowedConfig", "BorrowedDecoder", "load_borrowed", "read_borrowed_config"]
+__all__ = [
+    "BorrowedConfig",
+    "BorrowedDecoder",
+    "Encoder",
+    "EncoderConfig",
+    "is_encoder",
+    "load_borrowed",
+    "load_encoder",
+    "read_borrowed_config",
+    "read_encoder_config",
+]

@@ -62,6 +62,7 @@ class BorrowedDecoder(nn.Module):
         self.kv_shapes: list[KVShape] = config.kv_shapes
         self.num_layers = len(config.layers)
         self.vocab_size = config.vocab_size
+        self.hidden_size: int = config.transformers_config.hidden_size
         modules = dict(causal_model.named_modules())
         self.layers = [modules[layer.path] for layer in config.layers]
         for index, layer in enumerate(config.layers):
