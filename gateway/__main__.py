@@ -38,6 +38,8 @@ FIELDS = (
     "root_path",
     "keep_alive_timeout_s",
     "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
     "max_logprobs",
     "generation_config",
     "seed",

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from octavo.gateway.asking.model import ServedModel
+from octavo.gateway.asking.model import ServedModel, formats_from
 from octavo.gateway.http.body import decode_body
 from octavo.gateway.http.door import Door
 from octavo.gateway.http.embeddings import EMBEDDINGS
@@ -27,6 +27,7 @@ from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.service import served_name
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE
+from octavo.gateway.parsing.formats import Formats
 from octavo.gateway.reading.messages import Cancel, Done, Order, Piece, Read, Reply, Tokens, Wrong, framed, read_order
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles, read_model_files
@@ -127,7 +128,7 @@ def _answers(job_id: int, steps: Steps[list[Reply]]) -> list[Reply] | None:
     return [Wrong(job_id, wrong.message, wrong.param, wrong.status, wrong.code)]
 
 
-def reading(files: ModelFiles) -> Start:
+def reading(files: ModelFiles, formats: Formats) -> Start:
     """Return a function that starts to read a body for the model of `files`."""
 
     def start(read: Read, content: bytes) -> Steps[list[Reply]]:
@@ -137,7 +138,7 @@ def reading(files: ModelFiles) -> Start:
         asked = door.ask(body)
         served_name(body.model, read.model_names)
         yield
-        model = ServedModel(files, read.ready, draw_seed=lambda: 0)  # the gateway draws the seed
+        model = ServedModel(files, read.ready, lambda: 0, formats)  # the gateway draws the seed
         prepared = yield from door.prepare(asked, model)
         body.forget_prompt()
         body.forget_advice()
@@ -170,6 +171,7 @@ def main() -> int:
         config = load_config(os.environ)
         configure_logging("reader", "error")  # the gateway has logged the warnings about the model
         files = read_model_files(config)
+        formats = formats_from(config, files.chat_template)
     except (ValueError, OSError) as error:
         return refuse("octavo.gateway.reader", error)
 
@@ -178,7 +180,7 @@ def main() -> int:
         while content:
             content = content[answers.write(content) :]
 
-    jobs = Jobs(reading(files), answer)
+    jobs = Jobs(reading(files, formats), answer)
     threading.Thread(target=_listen, args=(sys.stdin.buffer, jobs), daemon=True).start()
     threading.Thread(target=_watch, args=(jobs,), daemon=True).start()
     while True:

@@ -226,6 +226,52 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " templates, which the log names at the start (default: the model's)"
         ),
     ] = ""
+    tool_call_parser: Annotated[
+        Literal[
+            "auto",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "deepseek_v3",
+            "openai",
+            "pythonic",
+            "qwen",
+            "llama4_json",
+            "llama4_pythonic",
+            "deepseek_v31",
+            "gpt_oss",
+        ],
+        Meta(
+            description="how the model writes tool calls; auto goes by the chat template. The last five are other names"
+            " of hermes, llama3_json, pythonic, deepseek_v3 and openai"
+        ),
+    ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool, Meta(description="let the model choose whether it calls tools; it cannot be off")
+    ] = True
+    reasoning_parser: Annotated[
+        Literal[
+            "auto",
+            "none",
+            "think",
+            "deepseek_r1",
+            "mistral",
+            "seed_oss",
+            "openai",
+            "qwen3",
+            "deepseek_v3",
+            "glm45",
+            "kimi_k2",
+            "minimax_m2",
+            "olmo3",
+            "openai_gptoss",
+        ],
+        Meta(
+            description="how the model marks its thinking, which answers have apart; auto goes by the chat template,"
+            " none leaves it in the text. deepseek_r1 also takes thinking that has no start tag; the last seven are"
+            " other names of think and openai"
+        ),
+    ] = "auto"
     trust_remote_code: Annotated[
         bool, Meta(description="allow Python code to run that comes with a checkpoint, for its tokenizer or its model")
     ] = False
@@ -301,6 +347,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         if not self.enable_prompt_tokens_details:
             raise ValueError("enable_prompt_tokens_details cannot be off: every usage has them")
+        if not self.enable_auto_tool_choice:
+            raise ValueError("enable_auto_tool_choice cannot be off: requests choose with tool_choice")
         if self.rank >= self.tensor_parallel_size:
             raise ValueError(
                 f"rank ({self.rank}) must be below tensor_parallel_size ({self.tensor_parallel_size}):"

@@ -19,12 +19,18 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class PromptMessages:
-    """A conversation for the chat template: each message has a `role`, a `content` and perhaps a `name`."""
+    """A conversation for the chat template. Each message has a `role`, a `content` and perhaps a `name`.
+
+    An assistant's message may have `tool_calls` (of which `arguments` are an object) and `reasoning_content`; one of a
+    tool has a `tool_call_id`. `tools` are the definitions, as in OpenAI's API.
+    """
 
     messages: Sequence[dict[str, Any]]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: dict[str, Any] | None = None
+    tools: Sequence[dict[str, Any]] = ()
+    reasoning_effort: str | None = None
 
 
 AskedPrompt = PromptText | PromptTokens | PromptMessages
@@ -65,6 +71,22 @@ class AskedSampling:
     num_prompt_logprobs: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AskedTool:
+    name: str
+    parameters: Mapping[str, Any] | None = None  # a JSON schema; None: no arguments
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTools:
+    """The tools that an answer may call, all of which the prompt describes."""
+
+    tools: Sequence[AskedTool]
+    must_call: bool = False  # the answer is one call or several
+    only: str | None = None  # with `must_call`: the one tool to call
+    is_parallel: bool = True  # several calls in one answer
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedPrompts:
     """Prompts alone. `prompts` may be lazy: a thread reads it."""
@@ -81,3 +103,5 @@ class Asked(AskedPrompts):
     sampling: AskedSampling
     n: int = 1
     cache_salt: str = ""
+    divides: bool = False  # the thinking of an answer and its calls are parts of their own
+    tools: AskedTools | None = None

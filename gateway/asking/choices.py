@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from octavo.gateway.asking.events import Answer, Event, NewSplitter, PlainText
+from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.link.engine import Engine, Generation, GenerationRequest, Overloaded, Refused, Unavailable
+from octavo.gateway.parsing.parts import Content, PlainText, Splitter, ToolCall
 from octavo.gateway.request_error import RequestError, overloaded, unavailable
-from octavo.gateway.text.delta import Delta
+from octavo.gateway.text.delta import Delta, merged
 
 
 class Observer(Protocol):
@@ -27,6 +28,7 @@ class UsedTokens(NamedTuple):
     prompt: int
     cached: int  # prompt tokens that the KV cache had already
     completion: int
+    reasoning: int  # of the completion
 
 
 class Choices:
@@ -43,14 +45,16 @@ class Choices:
         requests: Sequence[GenerationRequest],
         observers: Sequence[Observer],
         n: int,
-        new_splitter: NewSplitter,
+        splitters: Sequence[Splitter],
     ) -> None:
         self._engine = engine
         self._requests = requests
         self._generations = dict(enumerate(generations))  # by choice; a waiting choice is missing
         self._is_closed = False
         self._observers = observers
-        self._splitters = [new_splitter() for _ in requests]
+        self._splitters = splitters
+        self._held: dict[int, Delta] = {}  # by choice: output of which the splitter gave no part yet
+        self._calling: set[int] = set()  # choices with tool calls
         self._counted = range(0, len(requests), n)
         self._num_prompt_tokens = sum(len(requests[index].prompt.token_ids) for index in self._counted)
         self._num_cached_tokens = 0
@@ -64,9 +68,11 @@ class Choices:
         *,
         n: int,
         observe: Observe,
-        new_splitter: NewSplitter = PlainText,
+        splitters: Sequence[Splitter] = (),
     ) -> "Choices":
         """Return the choices of `requests`, n per prompt, as soon as as many as may run at once are admitted.
+
+        `splitters` has one for each request; without any, all text is content.
 
         Raises RequestError (429, 503 or 400) if one of these choices is not admitted; then the others are aborted.
         """
@@ -78,15 +84,17 @@ class Choices:
             raise unavailable(error.reason) from None
         except Refused as error:
             raise RequestError(error.reason, code="refused") from None
-        return cls(engine, generations, requests, observe(requests, n), n, new_splitter)
+        return cls(engine, generations, requests, observe(requests, n), n, splitters or [PlainText()] * len(requests))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         if len(self._requests) == 1:
             async for delta in self._generations[0]:
-                yield self._event(0, delta)
+                if event := self._event(0, delta):
+                    yield event
             return
         async for index, delta in self._merged():
-            yield self._event(index, delta)
+            if event := self._event(index, delta):
+                yield event
 
     async def _merged(self) -> AsyncIterator[tuple[int, Delta]]:
         pending = {asyncio.ensure_future(anext(each)): index for index, each in self._generations.items()}
@@ -118,8 +126,11 @@ class Choices:
             raise asyncio.CancelledError
         return await anext(generation)
 
-    def _event(self, index: int, delta: Delta) -> Event:
-        """Count the tokens of `delta` and return its event. Raises RequestError if the choice failed."""
+    def _event(self, index: int, delta: Delta) -> Event | None:
+        """Count the tokens of `delta` and return its event. Raises RequestError if the choice failed.
+
+        Output without a part waits for the next part: then there is None.
+        """
         self._observers[index].see(delta)
         self._num_completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
@@ -128,7 +139,18 @@ class Choices:
             if delta.finish_reason in ("error", "abort"):
                 message = delta.error or "the generation was ended by the server"
                 raise RequestError(message, status=500, code="generation_failed")
-        return Event(index, self._splitters[index].split(delta), delta)
+        parts = self._splitters[index].split(delta)
+        if len(parts) == 1 and type(parts[0]) is Content and delta.finish_reason is None and not self._held:
+            return Event(index, parts, delta)  # what most tokens are
+        if held := self._held.pop(index, None):
+            delta = merged(held, delta)
+        if not parts and delta.finish_reason is None and delta.prompt_logprobs is None:
+            self._held[index] = delta
+            return None
+        if any(type(part) is ToolCall for part in parts):
+            self._calling.add(index)
+        ends_with_calls = delta.finish_reason == "stop" and index in self._calling
+        return Event(index, parts, delta, "tool_calls" if ends_with_calls else delta.finish_reason)
 
     async def collect(self) -> list[Answer]:
         """Return the complete answers of all choices."""
@@ -139,7 +161,10 @@ class Choices:
 
     def used_tokens(self) -> UsedTokens:
         """Return how many tokens were used. Call it after every choice has ended."""
-        return UsedTokens(self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens)
+        num_reasoning_tokens = sum(splitter.num_reasoning_tokens for splitter in self._splitters)
+        return UsedTokens(
+            self._num_prompt_tokens, self._num_cached_tokens, self._num_completion_tokens, num_reasoning_tokens
+        )
 
     def close(self) -> None:
         self._is_closed = True

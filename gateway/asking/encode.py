@@ -77,7 +77,7 @@ def encode_only(asked: AskedPrompts, model: ServedModel) -> Steps[list[PreparedP
 
 
 def _render(template: ChatTemplate, given: PromptMessages, max_tokens: int, names: FieldNames) -> RenderedChat:
-    num_characters = sum(len(message["content"]) for message in given.messages)
+    num_characters = sum(len(message["content"] or "") for message in given.messages)
     if num_characters > max_tokens * MAX_CHARACTERS_PER_TOKEN:  # too many tokens in any case
         raise PromptTooLong(f"the prompt has {num_characters} characters, more than that many tokens can have")
     try:
@@ -86,6 +86,8 @@ def _render(template: ChatTemplate, given: PromptMessages, max_tokens: int, name
             add_generation_prompt=given.add_generation_prompt,
             continue_final_message=given.continue_final_message,
             template_kwargs=given.template_kwargs,
+            tools=given.tools,
+            reasoning_effort=given.reasoning_effort,
         )
     except ChatTemplateError as error:
         param = "chat_template_kwargs" if given.template_kwargs else names.prompt

@@ -1,45 +1,31 @@
 """The events of a choice, which every dialect renders: the parts of an answer, with their tokens."""
 
-from collections.abc import Callable
-from typing import Protocol
+from itertools import chain
 
 import msgspec
 
+from octavo.gateway.parsing.parts import Content, Part, Reasoning, ToolCall
 from octavo.gateway.text.delta import Delta, Whole
 
 
-class Content(msgspec.Struct, frozen=True, gc=False):
-    """More of the text of an answer."""
-
-    text: str
-
-
-# An answer is a sequence of parts. A dialect has one place in its answer for each kind of part.
-Part = Content
-
-
-class Splitter(Protocol):
-    """Divides the text of one choice into parts. A splitter may hold text back until the last delta."""
-
-    def split(self, delta: Delta) -> tuple[Part, ...]: ...
-
-
-class PlainText:
-    """All the text is content."""
-
-    def split(self, delta: Delta) -> tuple[Part, ...]:
-        return (Content(delta.text),) if delta.text else ()
-
-
-NewSplitter = Callable[[], Splitter]
-
-
 class Event(msgspec.Struct, frozen=True):
-    """New output of one choice. `delta` has tokens, log probabilities and the finish; `parts` has the text, divided."""
+    """New output of one choice. `delta` has tokens and log probabilities; `parts` has the text, divided.
+
+    `finish_reason` is that of the last delta, or "tool_calls" if the choice ended, uncut, with calls.
+    """
 
     choice: int
     parts: tuple[Part, ...]
     delta: Delta
+    finish_reason: str | None = None
+
+
+class WholeCall(msgspec.Struct):
+    """A tool call with all of its arguments."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 class Answer:
@@ -47,17 +33,29 @@ class Answer:
 
     def __init__(self) -> None:
         self.whole = Whole()
-        self._texts: list[str] = []
+        self.finish_reason: str | None = None
+        self._parts: list[tuple[Part, ...]] = []
 
     def add(self, event: Event) -> None:
         self.whole.add(event.delta)
-        self._texts.append(content(event.parts))
+        self._parts.append(event.parts)
+        self.finish_reason = event.finish_reason
 
     @property
     def content(self) -> str:
-        return "".join(self._texts)
+        return "".join(part.text for part in chain(*self._parts) if isinstance(part, Content))
 
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in chain(*self._parts) if isinstance(part, Reasoning))
 
-def content(parts: tuple[Part, ...]) -> str:
-    """Return the text of the parts that are content."""
-    return parts[0].text if len(parts) == 1 else "".join(part.text for part in parts)
+    @property
+    def tool_calls(self) -> list[WholeCall]:
+        pieces: dict[int, list[ToolCall]] = {}
+        for part in chain(*self._parts):
+            if isinstance(part, ToolCall):
+                pieces.setdefault(part.index, []).append(part)
+        return [
+            WholeCall(first.id or "", first.name or "", "".join(part.arguments for part in (first, *more)))
+            for first, *more in pieces.values()
+        ]

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts
+from octavo.gateway.asking.division import new_splitter, shown_token_ids
 from octavo.gateway.asking.encode import PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
 from octavo.gateway.link.engine import EncodedPrompt, GenerationRequest
+from octavo.gateway.parsing.parts import Splitter
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.steps import Steps
 from octavo.gateway.text.text_cuts import SLICE_CHARACTERS
@@ -17,10 +19,11 @@ from octavo.protocol.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """`requests` has n choices of the first prompt, then n of the second, and so on."""
+    """`requests` has n choices of the first prompt, then n of the second, and so on; `splitters` has one for each."""
 
     prompts: list[PreparedPrompt]
     requests: list[GenerationRequest]
+    splitters: list[Splitter]
 
 
 def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "") -> Steps[Prepared]:
@@ -40,7 +43,9 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
         if num_characters >= SLICE_CHARACTERS:
             num_characters = 0
             yield
-    return Prepared(prompts, _requests(asked, prompts, samplings, request_id, tenant))
+    splitters = [new_splitter(asked, model, prompt.token_ids) for prompt in prompts for _ in range(asked.n)]
+    shown = shown_token_ids(asked, model)
+    return Prepared(prompts, _requests(asked, prompts, samplings, shown, request_id, tenant), splitters)
 
 
 def prepare_prompts(asked: Asked, model: ServedModel) -> Steps[list[PreparedPrompt]]:
@@ -65,6 +70,7 @@ def _requests(
     asked: Asked,
     prompts: Sequence[PreparedPrompt],
     samplings: Sequence[Sampling],
+    shown_token_ids: frozenset[int],
     request_id: str,
     tenant: str,
 ) -> list[GenerationRequest]:
@@ -80,6 +86,7 @@ def _requests(
             stop=asked.sampling.stop,
             include_stop_str_in_output=asked.sampling.include_stop_str_in_output,
             skip_special_tokens=asked.sampling.skip_special_tokens,
+            shown_token_ids=shown_token_ids,
             tenant=tenant,
             cache_salt=asked.cache_salt,
             body_id=request_id,

@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from octavo.gateway.asking.encodings import Encodings
+from octavo.gateway.asking.model import formats_from
 from octavo.gateway.http.auth import Authentication
 from octavo.gateway.http.body_limits import Bodies, BodyTimes
 from octavo.gateway.http.count_requests import CountRequests
@@ -95,6 +96,7 @@ def _lifespan(
             service = Service(
                 model_names=names,
                 files=files,
+                formats=formats_from(config, files.chat_template),
                 engine=engine,
                 metrics=metrics,
                 seeds=seeds,

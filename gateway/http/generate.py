@@ -70,7 +70,9 @@ async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arriva
     body.forget_prompt()
     arrival.place.give_back()
     observe = partial(observers, service.metrics, arrival.arrived_s)
-    choices = await Choices.start(service.engine, prepared.requests, n=asked.n, observe=observe)
+    choices = await Choices.start(
+        service.engine, prepared.requests, n=asked.n, observe=observe, splitters=prepared.splitters
+    )
     heading = Heading(
         id=response_id, created=int(time.time()), model=model, system_fingerprint=system_fingerprint(ready)
     )

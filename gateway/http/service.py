@@ -16,6 +16,7 @@ from octavo.gateway.http.errors import STATUS_CLIENT_CLOSED
 from octavo.gateway.http.sse import wait_for_disconnect
 from octavo.gateway.link.engine import Engine
 from octavo.gateway.measuring.metrics import Metrics
+from octavo.gateway.parsing.formats import Formats
 from octavo.gateway.reading.long_bodies import LongBodies
 from octavo.gateway.request_error import RequestError, unavailable
 from octavo.gateway.text.model_files import ModelFiles
@@ -26,6 +27,7 @@ from octavo.protocol.messages import Ready
 class Service:
     model_names: tuple[str, ...]  # requests may use any; the first is the default
     files: ModelFiles
+    formats: Formats
     engine: Engine
     metrics: Metrics
     seeds: random.Random
@@ -47,7 +49,7 @@ class Service:
 
     def model(self, ready: Ready) -> ServedModel:
         """Return the model as `prepare` needs it."""
-        return ServedModel(self.files, ready, lambda: self.seeds.getrandbits(64))
+        return ServedModel(self.files, ready, lambda: self.seeds.getrandbits(64), self.formats)
 
 
 def served_name(asked: str | None, served: tuple[str, ...]) -> str:

@@ -67,6 +67,7 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: frozenset[int] = frozenset()  # special tokens that are not skipped
     tenant: str = ""
     priority: int = 0
     cache_salt: str = ""
@@ -193,7 +194,9 @@ class Engine:
         if not client.healthy:
             raise Unavailable("the model is not ready" if client.ready else "no scheduler answers")
         stream = TextStream(
-            self._tokenizer.detokenizer(skip_special_tokens=request.skip_special_tokens),
+            self._tokenizer.detokenizer(
+                skip_special_tokens=request.skip_special_tokens, shown_token_ids=request.shown_token_ids
+            ),
             request.sampling,
             request.prompt.token_ids,
             request.stop,

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,11 +10,15 @@ from typing import Any
 from octavo.gateway.asking.asked import AskedSampling
 from octavo.gateway.asking.choices import Choices, UsedTokens
 from octavo.gateway.asking.encode import PreparedPrompt
-from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.openai.chunk_writer import DONE, ChunkWriter
-from octavo.gateway.openai.responses import PromptTokensDetails, RunningUsage, Usage, encode
+from octavo.gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, RunningUsage, Usage, encode
 from octavo.gateway.openai.types import CommonRequest, stop_strings, usage_options
+from octavo.gateway.parsing.parts import Content, Part
+from octavo.gateway.text.delta import Delta
 from octavo.gateway.text.tokenizer import Tokenizer
+
+NOTHING = Delta("", [])
 
 
 def asked_sampling(
@@ -65,6 +69,7 @@ class Renderer(ABC):
     """Writes the answer to one request, in one piece or in chunks. `prompts` has one entry per choice."""
 
     chunk_object: str  # the field `object` of a chunk
+    divides = False  # the answers have their thinking apart
 
     def __init__(
         self,
@@ -95,8 +100,12 @@ class Renderer(ABC):
         """Return a choice of a chunk that has only text."""
 
     @abstractmethod
-    def more(self, event: Event) -> Any:
-        """Return a choice of a chunk with everything that `event` has."""
+    def more(self, event: Event, part: Part | None) -> Any:
+        """Return a choice of a chunk with one part of `event`, and with the tokens and the finish that `event` has."""
+
+    def shown(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the parts that the client wants to see."""
+        return parts
 
     async def whole(self, choices: Choices) -> bytes:
         answers = await choices.collect()
@@ -107,22 +116,37 @@ class Renderer(ABC):
     async def chunks(self, choices: Choices) -> AsyncIterator[bytes]:
         writer = ChunkWriter(self._head(), usage=self._has_usage, encode=encode)
         text_writers: dict[int, Callable[[str], bytes]] = {}  # by choice, for the choices that have begun
+        is_plain = not self._counts_tokens
         async for event in choices:
-            choice, text, delta = event.choice, content(event.parts), event.delta
+            choice, parts = event.choice, event.parts
             if choice not in text_writers:
                 text_writers[choice] = writer.text(partial(self.text, choice))
                 if first := await self._first(writer, event):
                     yield first
-            if self._running and (text or delta.token_ids or delta.finish_reason):
-                self._running.add(choice, len(delta.token_ids), delta.num_cached_tokens)
-                yield writer.choice(self.more(event), self._running.of(choice))
-            elif text and delta.finish_reason is None and not self.has_logprobs:
-                yield text_writers[choice](text)
-            elif text or delta.token_ids or delta.finish_reason:
-                yield writer.choice(self.more(event))
+            if is_plain and event.finish_reason is None and len(parts) == 1 and type(part := parts[0]) is Content:
+                yield text_writers[choice](part.text)
+                continue
+            usage = None
+            if self._running:
+                self._running.add(choice, len(event.delta.token_ids), event.delta.num_cached_tokens)
+                usage = self._running.of(choice)
+            for chunk in self._chunks(event):
+                yield writer.choice(chunk, usage)
         if self._has_usage:
-            yield writer.usage(_usage(choices.used_tokens()))
+            yield writer.usage(self._usage(choices.used_tokens()))
         yield DONE
+
+    def _chunks(self, event: Event) -> Iterator[Any]:
+        """Yield the choices of the chunks for an event: one for each part; the last has the tokens and the finish."""
+        *parts, last = self.shown(event.parts) or (None,)
+        for part in parts:
+            yield self.more(Event(event.choice, (), NOTHING), part)
+        if last is not None or event.finish_reason is not None or (self._counts_tokens and event.delta.token_ids):
+            yield self.more(event, last)
+
+    @property
+    def _counts_tokens(self) -> bool:
+        return self.has_logprobs or self._running is not None
 
     async def _first(self, writer: ChunkWriter, event: Event) -> bytes | None:
         if self._is_long:
@@ -134,7 +158,12 @@ class Renderer(ABC):
         return first and writer.choice(first, self._running and self._running.of(event.choice))
 
     def _encoded(self, answers: Sequence[Answer], used: UsedTokens) -> bytes:
-        return encode(self.completed(answers, _usage(used)))
+        return encode(self.completed(answers, self._usage(used)))
+
+    def _usage(self, used: UsedTokens) -> Usage:
+        details = CompletionTokensDetails(used.reasoning) if self.divides else None
+        num_tokens = used.prompt + used.completion
+        return Usage(used.prompt, used.completion, num_tokens, PromptTokensDetails(used.cached), details)
 
     def _head(self) -> dict[str, str | int]:
         heading = self.heading
@@ -145,8 +174,3 @@ class Renderer(ABC):
             "model": heading.model,
             "system_fingerprint": heading.system_fingerprint,
         }
-
-
-def _usage(used: UsedTokens) -> Usage:
-    num_tokens = used.prompt + used.completion
-    return Usage(used.prompt, used.completion, num_tokens, PromptTokensDetails(used.cached))

@@ -5,19 +5,24 @@ from typing import Any
 
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptMessages
 from octavo.gateway.asking.encode import PreparedPrompt
-from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import chat_logprobs
 from octavo.gateway.openai.responses import (
+    CalledFunction,
     ChatAnswer,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    ChatToolCall,
+    FunctionDelta,
+    ToolCallDelta,
     Usage,
 )
 from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, refuse_unsupported, wanted_tokens
+from octavo.gateway.parsing.parts import Content, Part, Reasoning, ToolCall
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
@@ -37,6 +42,7 @@ def ask_chat(body: ChatRequest) -> Asked:
         n=body.n or 1,
         names=FieldNames(prompt="messages", max_tokens=asked_by, logprobs="top_logprobs"),
         cache_salt=body.cache_salt or "",
+        divides=True,
     )
 
 
@@ -84,14 +90,34 @@ def conversation(
     return PromptMessages(shown, prompts_answer, continues, template_kwargs)
 
 
+def chat_delta(part: Part | None) -> ChatDelta:
+    match part:
+        case Reasoning(text):
+            return ChatDelta(reasoning=text, reasoning_content=text)
+        case ToolCall(index, arguments, call_id, name):
+            is_first = call_id is not None
+            call = ToolCallDelta(index, FunctionDelta(arguments, name), call_id, "function" if is_first else None)
+            return ChatDelta(tool_calls=[call])
+        case Content(text):
+            return ChatDelta(text)
+        case None:
+            return ChatDelta("")
+
+
 class ChatRenderer(Renderer):
     chunk_object = "chat.completion.chunk"
+    divides = True
 
     def __init__(
         self, body: ChatRequest, heading: Heading, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
     ) -> None:
-        has_logprobs = bool(body.logprobs)
+        has_logprobs, self._includes_reasoning = bool(body.logprobs), body.include_reasoning is not False
         super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=has_logprobs)
+
+    def shown(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        if self._includes_reasoning:
+            return parts
+        return tuple(part for part in parts if not isinstance(part, Reasoning))
 
     def completed(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         head = self.heading
@@ -111,13 +137,13 @@ class ChatRenderer(Renderer):
     def text(self, choice: int, text: str) -> ChatChunkChoice:
         return ChatChunkChoice(choice, ChatDelta(text))
 
-    def more(self, event: Event) -> ChatChunkChoice:
+    def more(self, event: Event, part: Part | None) -> ChatChunkChoice:
         delta = event.delta
         return ChatChunkChoice(
             index=event.choice,
-            delta=ChatDelta(content(event.parts)),
-            logprobs=self._logprobs(delta.logprobs or []),
-            finish_reason=delta.finish_reason,
+            delta=chat_delta(part),
+            logprobs=None if delta.logprobs is None else self._logprobs(delta.logprobs),
+            finish_reason=event.finish_reason,
             stop_reason=delta.stop_reason,
         )
 
@@ -125,11 +151,20 @@ class ChatRenderer(Renderer):
         whole = answer.whole
         return ChatChoice(
             index=index,
-            message=ChatAnswer(answer.content),
+            message=self._message(answer),
             logprobs=self._logprobs(whole.logprobs or []),
-            finish_reason=whole.finish_reason or "",
+            finish_reason=answer.finish_reason or "",
             stop_reason=whole.stop_reason,
         )
+
+    def _message(self, answer: Answer) -> ChatAnswer:
+        content, calls, reasoning = answer.content, answer.tool_calls, answer.reasoning
+        message = ChatAnswer(content or None if calls else content)
+        if calls:
+            message.tool_calls = [ChatToolCall(each.id, CalledFunction(each.name, each.arguments)) for each in calls]
+        if reasoning and self._includes_reasoning:
+            message.reasoning = message.reasoning_content = reasoning
+        return message
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(logprobs, self.tokenizer) if self.has_logprobs else None

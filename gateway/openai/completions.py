@@ -5,11 +5,12 @@ from typing import Any
 
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.encode import PreparedPrompt
-from octavo.gateway.asking.events import Answer, Event, content
+from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined
 from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from octavo.gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
+from octavo.gateway.parsing.parts import Content, Part
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
@@ -113,11 +114,11 @@ class CompletionRenderer(Renderer):
     def text(self, choice: int, text: str) -> CompletionChoice:
         return CompletionChoice(choice, text)
 
-    def more(self, event: Event) -> CompletionChoice:
+    def more(self, event: Event, part: Part | None) -> CompletionChoice:
         delta = event.delta
         return CompletionChoice(
             index=event.choice,
-            text=content(event.parts),
+            text=part.text if isinstance(part, Content) else "",
             logprobs=self._logprobs(event.choice, delta.token_ids, delta.logprobs or []),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,

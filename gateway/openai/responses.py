@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from octavo.protocol.messages import Ready
 
@@ -14,11 +15,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class Usage(msgspec.Struct):
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class Usage(msgspec.Struct, omit_defaults=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class RunningUsage:
@@ -57,10 +63,26 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class ChatAnswer(msgspec.Struct):
-    content: str
+    """`content` is null only beside tool calls. `reasoning` and `reasoning_content` are one text with two names."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -80,11 +102,28 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     usage: Usage
 
 
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """`content` is a string in every chunk: clients print it without a check."""
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    arguments: str
+    name: str | None = None
 
-    content: str
+
+class ToolCallDelta(msgspec.Struct, omit_defaults=True):
+    """More of a call. The first delta of each call has its id, type and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | None = None
+    type: Literal["function"] | None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    """`content` is a string in every chunk without reasoning and calls: clients print it without a check."""
+
+    content: str | UnsetType = UNSET
     role: Literal["assistant"] | None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

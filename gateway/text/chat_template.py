@@ -14,6 +14,15 @@ import jinja2.ext
 import jinja2.meta
 from jinja2 import TemplateSyntaxError
 
+from octavo.gateway.text.tool_messages import (
+    HistoryForm,
+    as_text,
+    described,
+    find_history_form,
+    knows_tools,
+    takes_tool_messages,
+)
+
 # Template variables that a request may not set.
 RESERVED_NAMES = frozenset(
     {
@@ -21,6 +30,9 @@ RESERVED_NAMES = frozenset(
         "raise_exception", "return_assistant_tokens_mask", "strftime_now", "tokenize", "tools",
     }
 )  # fmt: skip
+
+SWITCHES = ("enable_thinking", "thinking")  # names of the variable that turns thinking on and off
+HARMONY_EFFORTS = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # GPT-OSS knows three
 
 
 class ChatTemplateError(ValueError):
@@ -62,7 +74,8 @@ class ChatTemplate:
         Templates see `special_tokens` (bos_token, ...). Messages cannot forge `control_tokens`. Raises ValueError if
         the template is not valid Jinja.
         """
-        self._source, self._special_tokens, self._templates = source, dict(special_tokens), names
+        self.source = source
+        self._special_tokens, self._templates = dict(special_tokens), names
         self._set_names = RESERVED_NAMES | special_tokens.keys()
         self._names = _free_names(source) - self._set_names if source else frozenset()
         self._knows_developer = source is not None and "developer" in source
@@ -77,12 +90,15 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        reasoning_effort: str | None = None,
     ) -> RenderedChat:
         """Return the prompt of `messages` (content: a string, text parts or None). CPU work: call it in a thread.
 
-        `template_kwargs` are variables that the template reads and the server does not set. Raises ChatTemplateError.
+        `tools` are definitions as in OpenAI's API; a template that does not know tools gets them in a system message.
+        `template_kwargs` are variables that the template reads and the server does not set. `reasoning_effort` counts
+        as far as the template has a variable for it. Raises ChatTemplateError.
         """
-        if self._source is None or self._render is None:
+        if self.source is None or self._render is None:
             if self._templates:
                 several = f"this model has chat templates by name ({', '.join(self._templates)}) and none by default"
                 raise ChatTemplateError(f"{several}: start the server with --chat-template and one of the names")
@@ -91,8 +107,11 @@ class ChatTemplate:
             )
         if add_generation_prompt and continue_final_message:
             raise ChatTemplateError("add_generation_prompt and continue_final_message exclude each other")
-        template_kwargs = self._known_kwargs(template_kwargs or {})
-        plain = self._merged([self._plain(message) for message in messages])
+        template_kwargs = self._effort_kwargs(reasoning_effort) | self._known_kwargs(template_kwargs or {})
+        shown = [self._plain(message) for message in messages]
+        if tools and not self.knows_tools:
+            shown, tools = _with_description(shown, described(tools)), None
+        plain = self._merged(self._with_calls(shown))
         try:
             hidden, placeholders = self._placeholders.hide((plain, tools, template_kwargs))
         except RecursionError:
@@ -101,7 +120,7 @@ class ChatTemplate:
         try:
             text = self._rendered(
                 plain,
-                tools=tools,
+                tools=tools or None,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 **template_kwargs,
@@ -112,6 +131,40 @@ class ChatTemplate:
             reason = _show(str(error) or type(error).__name__, placeholders)
             raise ChatTemplateError(f"the chat template does not take these messages: {reason}") from None
         return RenderedChat(text, placeholders)
+
+    @cached_property
+    def knows_tools(self) -> bool:
+        return self.source is not None and knows_tools(self._rendered)
+
+    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return `messages` with calls and their results in the form that the template takes, or as text."""
+        if not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            return messages
+        form = self._history_form
+        if form is None:
+            return as_text(messages, keeps_results=self._takes_tool_messages)
+        return [
+            form.of(message) if message["role"] == "tool" or message.get("tool_calls") else message
+            for message in messages
+        ]
+
+    @cached_property
+    def _history_form(self) -> HistoryForm | None:
+        return find_history_form(self._rendered)
+
+    @cached_property
+    def _takes_tool_messages(self) -> bool:
+        return takes_tool_messages(self._rendered)
+
+    def _effort_kwargs(self, effort: str | None) -> dict[str, Any]:
+        """Return the template's variables for how much the model shall think."""
+        if effort is None:
+            return {}
+        kwargs: dict[str, Any] = {name: effort != "none" for name in SWITCHES if name in self._names}
+        if "reasoning_effort" in self._names and not (kwargs and effort == "none"):
+            is_harmony = "<|channel|>" in (self.source or "")
+            kwargs["reasoning_effort"] = HARMONY_EFFORTS.get(effort, effort) if is_harmony else effort
+        return kwargs
 
     @cached_property
     def _knows_one_system_message(self) -> bool:
@@ -144,7 +197,7 @@ class ChatTemplate:
 
     def _rendered(self, messages: list[dict[str, Any]], **options: Any) -> str:
         assert self._render is not None
-        [text], _ = self._render([messages], chat_template=self._source, **self._special_tokens, **options)
+        [text], _ = self._render([messages], chat_template=self.source, **self._special_tokens, **options)
         return text
 
     def _known_kwargs(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,6 +217,14 @@ class ChatTemplate:
         if isinstance(content, (list, tuple)):
             content = "".join(_part_text(part) for part in content)
         return {**message, "role": message.get("role"), "content": "" if content is None else content}
+
+
+def _with_description(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return `messages` with a text at the start of the leading system message."""
+    first, *rest = messages
+    if first["role"] in ("system", "developer"):
+        return [{**first, "content": f"{text}\n\n{first['content']}"}, *rest]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,6 +38,18 @@ class Delta(msgspec.Struct):
     embedding: bytes = b""  # float32; with the end of a request to embed
 
 
+def merged(first: Delta, then: Delta) -> Delta:
+    """Return two Deltas of one generation, in this order, as one."""
+    logprobs = None if first.logprobs is None is then.logprobs else [*(first.logprobs or ()), *(then.logprobs or ())]
+    return msgspec.structs.replace(
+        then,
+        text=first.text + then.text,
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+    )
+
+
 class Whole:
     """The output of one generation so far, with the fields of a Delta. `add` extends it by a Delta."""
 

@@ -103,9 +103,11 @@ class Tokenizer:
         [text] = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return text
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """Return a decoder for the tokens of one sequence."""
-        skipped = self.special_token_ids if skip_special_tokens else frozenset()
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, shown_token_ids: frozenset[int] = frozenset()
+    ) -> Detokenizer:
+        """Return a decoder for the tokens of one sequence. `shown_token_ids` are not skipped."""
+        skipped = self.special_token_ids - shown_token_ids if skip_special_tokens else frozenset()
         return Detokenizer(self._tokenizer, skipped, self._texts)
 
     def token_id(self, token: str) -> int | None:

@@ -29,6 +29,7 @@ from octavo.gateway.openai.chat import chat_prompt, check_chat
 from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
 from octavo.gateway.openai.invalid_field import invalid_field
 from octavo.gateway.openai.types import ChatRequest, without_nulls
+from octavo.gateway.parsing.formats import Formats
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles
 from octavo.gateway.text.steps import finished
@@ -63,7 +64,7 @@ class Preparation:
 
     def __init__(self, files: ModelFiles, ready: Ready, seed: int | None) -> None:
         seeds = random.SystemRandom() if seed is None else random.Random(seed)
-        self._model = ServedModel(files, ready, lambda: seeds.getrandbits(64))
+        self._model = ServedModel(files, ready, lambda: seeds.getrandbits(64), Formats())
         self._numbers = itertools.count()
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:

@@ -34,6 +34,7 @@ OTHER_NAMES = {
     "parallel": "max_num_seqs",
     "q": "quantization",
     "random_seed": "seed",
+    "reasoning_format": "reasoning_parser",
     "t": "num_threads",
     "threads": "num_threads",
     "tp": "tensor_parallel_size",
@@ -90,11 +91,11 @@ _NOT_HERE = {
         ngram_prompt_lookup_min spec_decoding_acceptance_method typical_acceptance_sampler_posterior_threshold
         typical_acceptance_sampler_posterior_alpha disable_logprobs_during_spec_decoding num_lookahead_slots
         model_draft md draft draft_max draft_min""",
-    "tools are not parsed: requests with tools are refused": """
-        enable_auto_tool_choice tool_call_parser tool_parser_plugin tool_server exclude_tools_when_tool_choice_none""",
-    "reasoning stays in the text, where clients read it": """
-        reasoning_parser reasoning_parser_plugin reasoning_config reasoning_format reasoning_budget
-        cohere_is_reasoning_model""",
+    "the formats of calls and of thinking are those that tool_call_parser and reasoning_parser name": """
+        tool_parser_plugin reasoning_parser_plugin reasoning_config cohere_is_reasoning_model""",
+    "the server runs no tools: clients do": "tool_server",
+    "tools are left out of the prompt whenever tool_choice is none": "exclude_tools_when_tool_choice_none",
+    "requests set it: thinking_token_budget": "reasoning_budget",
     "there are no structured outputs: requests that ask for them are refused": """
         structured_outputs_config guided_decoding_backend guided_decoding_disable_fallback
         guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties grammar_backend

@@ -4,6 +4,7 @@
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -36,15 +37,19 @@ def text_ids(text: str) -> list[int]:
     return [FIRST_BYTE + byte for byte in text.encode()]
 
 
-def write_tiny_model(directory: Path, **generation_config: object) -> Path:
-    """Write a byte-level BPE without merges, and what `generation_config` says, into `directory` and return it."""
+def write_tiny_model(directory: Path, *, more_control_tokens: Sequence[str] = (), **generation_config: object) -> Path:
+    """Write a byte-level BPE without merges, and what `generation_config` says, into `directory` and return it.
+
+    `more_control_tokens` have the ids from VOCAB_SIZE on.
+    """
     spelled = _byte_alphabet()
     vocab = {token: token_id for token_id, token in enumerate([*CONTROL_TOKENS, *spelled])}
     vocab |= {f"{spelled[32]}w{token_id}": token_id for token_id in range(FIRST_WORD, VOCAB_SIZE)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL_TOKENS])
+    control_tokens = [*CONTROL_TOKENS, *more_control_tokens]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control_tokens])
     config = {"model_type": "llama", "max_position_embeddings": 8192, "eos_token_id": IM_END}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,7 +1,7 @@
 """One body with many choices: they share one prompt, and leave places for others. A real scheduler plans them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from octavo.gateway.asking.choices import Choices, UsedTokens
-from octavo.gateway.asking.events import Content, NewSplitter, Part, PlainText
 from octavo.gateway.link.client import SchedulerClient
 from octavo.gateway.link.engine import EncodedPrompt, Engine, GenerationRequest
 from octavo.gateway.measuring.metrics import Metrics, observers
+from octavo.gateway.parsing.parts import Content, Part, PlainText, Splitter
 from octavo.gateway.text.delta import Delta, Whole
 from octavo.gateway.text.tokenizer import Tokenizer
 from octavo.protocol.sampling import Sampling
@@ -47,9 +47,12 @@ def body(name: str, prompt: list[int], n: int, max_tokens: int) -> list[Generati
     return [GenerationRequest(f"{name}-{i}", shared, Sampling(max_tokens, seed=i)) for i in range(n)]
 
 
-async def start(engine: Engine, requests: list[GenerationRequest], new_splitter: NewSplitter = PlainText) -> Choices:
+async def start(
+    engine: Engine, requests: list[GenerationRequest], new_splitter: Callable[[], Splitter] = PlainText
+) -> Choices:
     observe = partial(observers, Metrics("m"), 0.0)
-    return await Choices.start(engine, requests, n=len(requests), observe=observe, new_splitter=new_splitter)
+    splitters = [new_splitter() for _ in requests]
+    return await Choices.start(engine, requests, n=len(requests), observe=observe, splitters=splitters)
 
 
 async def answers(engine: Engine, requests: list[GenerationRequest]) -> list[Whole]:
@@ -95,6 +98,8 @@ async def test_one_body_leaves_places_and_a_queue_for_others(tokenizer: Tokenize
 class HoldingBack:
     """A splitter that says all of a text at its end."""
 
+    num_reasoning_tokens = 3
+
     def __init__(self) -> None:
         self._text = ""
 
@@ -111,7 +116,7 @@ async def test_an_answer_says_what_the_splitter_made_of_its_text(tokenizer: Toke
             for answer in await choices.collect():
                 assert answer.whole.text
                 assert answer.content == answer.whole.text.upper()
-            assert choices.used_tokens() == UsedTokens(prompt=3, cached=0, completion=16)
+            assert choices.used_tokens() == UsedTokens(prompt=3, cached=0, completion=16, reasoning=6)
 
 
 async def test_a_long_prompt_of_many_choices_keeps_its_gateway(tokenizer: Tokenizer, directory: Path) -> None:

@@ -40,6 +40,7 @@ async def test_an_answer_has_openai_s_shape(served: Served) -> None:
         "completion_tokens": 6,
         "total_tokens": NUM_PROMPT_TOKENS + 6,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
