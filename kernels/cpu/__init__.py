@@ -92,7 +92,8 @@ def compilation_for(dtype: torch.dtype, products: Iterable[PackedLinear], has_pr
     from octavo.kernels.cpu.warm_up import compiling_calls  # which calls the functions of this module
 
     has_panels = any(isinstance(packed, PanelLinear) for packed in products)
-    is_first = not any(jit.cache_directory().rglob("*.nbc"))
+    directories = (jit.cache_directory(), jit.shipped_directory())
+    is_first = not any(any(directory.rglob("*.nbc")) for directory in directories if directory)
     return Compilation(list(compiling_calls(dtype, has_panels, has_program)), is_first)
 
 

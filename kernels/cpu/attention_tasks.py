@@ -8,13 +8,12 @@ The legend stands in `kernels.cpu.attention`.
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import binding  # type: ignore[import-untyped]
 
-from octavo.kernels.cpu.jit import routine
+from octavo.kernels.cpu.jit import FEATURES, routine
 from octavo.kernels.cpu.lanes import LANES
 from octavo.kernels.cpu.memory import pointer
 
-MANY = 12 if binding.get_host_cpu_features().get("avx512f") else 6  # rows at once: as many as the registers hold
+MANY = 12 if FEATURES.get("avx512f") else 6  # rows at once: as many as the registers hold
 PARTITION = 512  # tokens, a multiple of attention_tiles.TILE
 TARGET_ROWS = 36
 TASKS_PER_WORKER = 3  # at least, so that threads end together

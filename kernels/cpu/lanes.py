@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
+
+from octavo.kernels.cpu.jit import FEATURES
 
 LANES = 16
-REGISTER_LANES = 16 if binding.get_host_cpu_features().get("avx512f") else 8
+REGISTER_LANES = 16 if FEATURES.get("avx512f") else 8
 
 FLOAT = ir.FloatType()
 INT32 = ir.IntType(32)

@@ -14,11 +14,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from octavo.kernels.cpu.jit import FEATURES
 from octavo.kernels.cpu.lanes import (
     FLOAT,
     FLOATS,
@@ -261,11 +262,10 @@ def bfloat16_products(features: Mapping[str, bool]) -> Any:
     return add
 
 
-_FEATURES = binding.get_host_cpu_features()
-HAS_BFLOAT16 = _FEATURES.get("avx512bf16", False)  # instructions that multiply bfloat16 numbers in pairs
-products_bfloat16 = bfloat16_products(_FEATURES)
-products_i8 = integer_products(8, _FEATURES)
-products_i16 = integer_products(16, _FEATURES)
+HAS_BFLOAT16 = FEATURES.get("avx512bf16", False)  # instructions that multiply bfloat16 numbers in pairs
+products_bfloat16 = bfloat16_products(FEATURES)
+products_i8 = integer_products(8, FEATURES)
+products_i16 = integer_products(16, FEATURES)
 
 
 @intrinsic

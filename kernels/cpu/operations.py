@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from octavo.kernels.cpu import attention, panel_products, pointwise
 from octavo.kernels.cpu.attention_tasks import TASK_SIZE, Step
-from octavo.kernels.cpu.jit import IS_KEPT, SharedCache, routine
+from octavo.kernels.cpu.jit import cache_of, routine
 from octavo.kernels.cpu.memory import pointer
 from octavo.kernels.cpu.panels import Product
 from octavo.kernels.cpu.records import read, replaced
@@ -84,8 +84,8 @@ class Operation(Generic[Fields]):
         if element not in self._compiled:
             arguments = (types.int64, types.int64, types.int64, types.int64, types.CPointer(element))
             callback: Any = CFunc(self._function, (arguments, types.int64), {}, {"nogil": True, "error_model": "numpy"})
-            if IS_KEPT:
-                callback._cache = SharedCache(self._function)
+            if cache := cache_of(self._function):
+                callback._cache = cache
             callback.compile()
             self._compiled[element] = callback
         return int(self._compiled[element].address)

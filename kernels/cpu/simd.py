@@ -12,11 +12,12 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core.datamodel import models
 from numba.extending import intrinsic, overload, register_model
 
+from octavo.kernels.cpu.jit import FEATURES
 from octavo.kernels.cpu.lanes import (
     FLOATS,
     INT32,
@@ -157,7 +158,7 @@ def _hidden(builder: ir.IRBuilder, constant: ir.Constant) -> ir.Value:
     Of some masks it makes `vpblendw`, which on AMD's Zen takes the ports of multiply-adds: 6 rows of bfloat16 products
     were 10.0 instead of 11.5 multiply-adds a cycle.
     """
-    if not binding.get_host_cpu_features().get("avx2"):
+    if not FEATURES.get("avx2"):
         return constant
     half = ir.VectorType(constant.type.element, LANES // 2)
     part = builder.call(
