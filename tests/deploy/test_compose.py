@@ -14,6 +14,7 @@ from octavo.protocol.config import FIELDS, PREFIX, Config
 from octavo.protocol.link_keys import client_keys, make_keys, server_keys
 from octavo.protocol.settings.loading import load_config
 from octavo.python.settings import LAUNCHER_FIELDS
+from tests.fakes.images import hidden_kernels
 
 ROOT = Path(__file__).parents[2]
 OURS = ("gateway", "scheduler", "executor")
@@ -150,6 +151,13 @@ def test_files_that_are_mounted_are_there(stack: dict[str, Any]) -> None:
     paths = [mount.split(":")[0] for mount in mounts if mount.startswith("./")]
     assert paths
     assert all((ROOT / path).exists() for path in paths)
+
+
+def test_no_volume_hides_the_kernels_of_the_image(stack: dict[str, Any]) -> None:
+    service = stack["services"]["executor"]
+    mounts = [mount.removesuffix(":ro").rsplit(":", 1)[1] for mount in service["volumes"]]
+    assert "/var/cache/kernels" in mounts
+    assert not hidden_kernels([*mounts, *service["tmpfs"]])
 
 
 def test_images_have_all_packages_and_nothing_else() -> None:

@@ -21,6 +21,7 @@ from octavo.protocol.config import PREFIX, Config
 from octavo.protocol.config import SECRETS as CONFIG_SECRETS
 from octavo.protocol.link_keys import check_ranks_link, client_keys, make_keys, server_keys
 from octavo.protocol.settings.loading import load_config
+from tests.fakes.images import hidden_kernels
 from tests.fakes.kustomize import Manifest, build, name_of
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -416,6 +417,11 @@ def test_every_rank_is_started(manifests: list[Manifest]) -> None:
         if container["name"] == "executor":
             has_number = any(argument.startswith("--rank=") for argument in container.get("args", []))
             assert ("--all-ranks" in container["command"]) != has_number
+
+
+def test_no_volume_hides_the_kernels_of_the_image(manifests: list[Manifest]) -> None:
+    mounts = [mount["mountPath"] for container in containers(manifests) for mount in container["volumeMounts"]]
+    assert not hidden_kernels(mounts)
 
 
 def test_ranks_of_a_group_are_numbered_and_meet_at_the_leader(builds: dict[str, list[Manifest]]) -> None:
