@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from octavo.kernels import reference
+from octavo.kernels import cpu, reference
 from octavo.kernels.backend import Backend
 from octavo.kernels.choice import available_backends, choose_backend
 from octavo.kernels.gpu import NO_GPU, Gpu, find_gpu
@@ -29,6 +29,12 @@ def test_a_backend_has_every_function_with_its_options(name: str) -> None:
         found = list(inspect.signature(getattr(module, function.__name__)).parameters.values())
         assert len(found) == len(expected), function
         assert options(found) == options(expected), function
+
+
+def test_a_chosen_backend_is_the_module_that_others_import() -> None:
+    """Under another name there would be a second copy, and outside a checkout none."""
+    assert choose_backend("cpu", Gpu(None)).backend is cpu
+    assert choose_backend("reference", Gpu(None)).backend is reference
 
 
 def options(parameters: Iterable[inspect.Parameter]) -> dict[str, object]:

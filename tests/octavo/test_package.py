@@ -191,6 +191,7 @@ def marked(folder: Path) -> Iterator[int]:
         (["--version"], __version__),
         (["serve", "--help"], "Serve a model over HTTP"),
         (["supervise", "--help"], "status 2"),
+        (["bench", "step", "--help"], "--repeats"),
     ],
 )
 def test_the_command_runs_outside_the_checkout(
