@@ -21,11 +21,20 @@ from octavo.gateway.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from octavo.gateway.openai.tools import asked_tools, shown_call, shown_tools, usable_tools
 from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, refuse_unsupported, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part, Reasoning, ToolCall
-from octavo.gateway.request_error import RequestError
+from octavo.gateway.request_error import RequestError, unsupported
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
+
+# The one role whose messages may have the field.
+OF_ROLES = {
+    "tool_calls": "assistant",
+    "reasoning": "assistant",
+    "reasoning_content": "assistant",
+    "tool_call_id": "tool",
+}
 
 
 def ask_chat(body: ChatRequest) -> Asked:
@@ -36,6 +45,10 @@ def ask_chat(body: ChatRequest) -> Asked:
     if max_tokens == 0:
         raise RequestError(f"{asked_by} must be at least 1", param=asked_by, code="invalid_value")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    tools = usable_tools(body.tools, body.tool_choice)
+    asked_for = asked_tools(tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+    if asked_for and asked_for.must_call:
+        raise unsupported("tool_choice", "tool_choice required, or one tool,")
     return Asked(
         prompts=map(chat_prompt, [body]),
         sampling=asked_sampling(body, max_tokens=max_tokens, num_logprobs=num_logprobs),
@@ -43,6 +56,7 @@ def ask_chat(body: ChatRequest) -> Asked:
         names=FieldNames(prompt="messages", max_tokens=asked_by, logprobs="top_logprobs"),
         cache_salt=body.cache_salt or "",
         divides=True,
+        tools=asked_for,
     )
 
 
@@ -59,18 +73,36 @@ def check_messages(
     """Raise RequestError for faults of a conversation that decoding by type cannot find."""
     for index, message in enumerate(messages):
         refuse_unsupported(message, f"messages[{index}].")
-        if message.content is None and message.role != "assistant":
-            name = f"messages[{index}].content"
-            raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+        _check_message(message, f"messages[{index}]")
     if add_generation_prompt and continue_final_message:
         complaint = "continue_final_message and add_generation_prompt exclude each other"
         raise RequestError(complaint, param="continue_final_message", code="invalid_value")
 
 
+def _check_message(message: ChatMessage, path: str) -> None:
+    missing = [
+        name
+        for name, is_needed in (("content", message.role != "assistant"), ("tool_call_id", message.role == "tool"))
+        if is_needed and getattr(message, name) is None
+    ]
+    if missing:
+        name = f"{path}.{missing[0]}"
+        raise RequestError(f"{name} is required", param=name, code="missing_required_parameter")
+    for field, role in OF_ROLES.items():
+        if getattr(message, field) and message.role != role:
+            name = f"{path}.{field}"
+            raise RequestError(f"{name}: only a message of role {role} has it", param=name, code="invalid_value")
+
+
 def chat_prompt(body: ChatRequest) -> PromptMessages:
     """Return the conversation of a chat request. It can be long: call this in a thread."""
     return conversation(
-        body.messages, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
+        body.messages,
+        body.add_generation_prompt,
+        body.continue_final_message,
+        body.chat_template_kwargs,
+        tools=shown_tools(usable_tools(body.tools, body.tool_choice)),
+        reasoning_effort=body.reasoning_effort,
     )
 
 
@@ -79,15 +111,31 @@ def conversation(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     template_kwargs: dict[str, Any] | None,
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    reasoning_effort: str | None = None,
 ) -> PromptMessages:
     """Return a conversation, with defaults for the fields that are not set."""
-    shown = [
-        {"role": message.role, "content": message.text} | ({"name": message.name} if message.name else {})
-        for message in messages
-    ]
     continues = bool(continue_final_message)
     prompts_answer = not continues if add_generation_prompt is None else add_generation_prompt
-    return PromptMessages(shown, prompts_answer, continues, template_kwargs)
+    shown = [shown_message(message) for message in messages]
+    return PromptMessages(shown, prompts_answer, continues, template_kwargs, tools, reasoning_effort)
+
+
+def shown_message(message: ChatMessage) -> dict[str, Any]:
+    """Return a message as chat templates take it."""
+    shown: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.name:
+        shown["name"] = message.name
+    if message.tool_calls:
+        shown["tool_calls"] = [shown_call(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        shown["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        shown["reasoning_content"] = shown["reasoning"] = reasoning
+        if not message.text:  # GPT-OSS takes one of the two
+            shown["thinking"] = reasoning
+    return shown
 
 
 def chat_delta(part: Part | None) -> ChatDelta:

@@ -9,18 +9,18 @@ from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.openai.chat import check_messages, conversation
 from octavo.gateway.openai.responses import encode
+from octavo.gateway.openai.tools import Tools, shown_tools, usable_tools
 from octavo.gateway.openai.types import (
     ChatMessage,
     Messages,
     ModelRequest,
     Unsupported,
-    UnsupportedList,
     UnsupportedObject,
     refuse_unsupported,
 )
 from octavo.gateway.request_error import RequestError, unsupported
 
-OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
 class TokenizeRequest(ModelRequest, kw_only=True):
@@ -33,11 +33,11 @@ class TokenizeRequest(ModelRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
     return_token_strs: bool | None = None
 
     chat_template: Unsupported = None
-    tools: UnsupportedList = None
     mm_processor_kwargs: UnsupportedObject = None
     media_io_kwargs: UnsupportedObject = None
 
@@ -90,8 +90,11 @@ def _ask_messages(body: TokenizeRequest, messages: Messages) -> AskedPrompts:
     if body.add_special_tokens:
         raise unsupported("add_special_tokens", "add_special_tokens with messages")
     check_messages(messages, body.add_generation_prompt, body.continue_final_message)
+    tools = shown_tools(usable_tools(body.tools, None))
     prompts = (
-        conversation(each, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs)
+        conversation(
+            each, body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs, tools=tools
+        )
         for each in [messages]
     )
     return AskedPrompts(prompts=prompts, names=FieldNames(prompt="messages"))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from octavo.gateway.openai.tools import MessageToolCall, ToolChoice, Tools
 from octavo.gateway.request_error import RequestError, unsupported
 
 MAX_CHOICES = 1024  # prompts x n of one request
@@ -142,9 +143,13 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fiel
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Meta(min_length=1)] | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # another name of reasoning
 
     # Advisory: records of a client or a provider, which come back with the history of a conversation.
     id: Any = None
@@ -158,11 +163,7 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     refusal: UnsupportedText = None
     audio: Unsupported = None
-    tool_calls: UnsupportedList = None
-    tool_call_id: Unsupported = None
     function_call: Unsupported = None
-    reasoning: UnsupportedText = None
-    reasoning_content: UnsupportedText = None
     thinking_blocks: UnsupportedList = None
     images: UnsupportedList = None
 
@@ -188,17 +189,18 @@ class ChatRequest(CommonRequest, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    tools: UnsupportedList = None
-    tool_choice: Annotated[Any, OnlyNeutral("none", "auto")] = None
-    parallel_tool_calls: Annotated[Any, OnlyNeutral(True, False)] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool | None = None
+
     functions: UnsupportedList = None
     function_call: Annotated[Any, OnlyNeutral("none", "auto")] = None
     modalities: Annotated[Any, OnlyNeutral(["text"])] = None
     audio: Unsupported = None
     prediction: Unsupported = None
     web_search_options: Unsupported = None
-    reasoning_effort: Annotated[Any, OnlyNeutral("none")] = None
-    include_reasoning: Annotated[Any, OnlyNeutral(True, False)] = None
     verbosity: Annotated[Any, OnlyNeutral("medium")] = None
     echo: UnsupportedSwitch = None
     add_special_tokens: UnsupportedSwitch = None
@@ -247,6 +249,8 @@ def without_nulls(body: Any) -> Any:
         fields["stream_options"] = without_nulls(fields["stream_options"])
     if isinstance(messages := fields.get("messages"), Sequence) and not isinstance(messages, str):
         fields["messages"] = [_message_without_nulls(message) for message in messages]
+    if isinstance(tools := fields.get("tools"), Sequence) and not isinstance(tools, str):
+        fields["tools"] = [_tool_without_nulls(tool) for tool in tools]
     return fields
 
 
@@ -256,6 +260,13 @@ def _message_without_nulls(message: Any) -> Any:
     fields = {name: value for name, value in message.items() if value is not None}
     if isinstance(parts := fields.get("content"), Sequence) and not isinstance(parts, str):
         fields["content"] = [without_nulls(part) for part in parts]
+    return fields
+
+
+def _tool_without_nulls(tool: Any) -> Any:
+    fields = without_nulls(tool)
+    if isinstance(fields, dict) and "function" in fields:
+        fields["function"] = without_nulls(fields["function"])
     return fields
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any
@@ -67,6 +67,7 @@ class AsyncLLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the answer to one conversation, in the same way as `generate`."""
         [sampling] = one_each(sampling_params, 1)
@@ -78,6 +79,7 @@ class AsyncLLM:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
         )
         async with aclosing(self._engine.stream(request)) as outputs:
             async for output in outputs:

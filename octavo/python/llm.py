@@ -3,7 +3,7 @@
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -69,17 +69,20 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Return the answer to each conversation, in order.
 
         `messages` is a list of `{"role": ..., "content": ...}` or a list of such lists; the model's chat template turns
-        each into a prompt. Everything else is as for `generate`.
+        each into a prompt, which describes `tools` (as in OpenAI's API). Thinking and calls stay in the text.
+        Everything else is as for `generate`.
         """
         prepare = functools.partial(
             self._engine.preparation.of_chat,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
         )
         requests = _each(prepare, split_conversations(messages), sampling_params, "messages")
         return self._complete(requests, use_tqdm)

@@ -89,6 +89,7 @@ class Preparation:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> PreparedRequest:
         """Return the request for a conversation. Raises ValueError if the conversation is wrong."""
         fields = {
@@ -96,6 +97,7 @@ class Preparation:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
         }
         with _as_value_error():
             prompt = chat_prompt(_chat_request(fields))

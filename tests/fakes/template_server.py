@@ -46,3 +46,16 @@ async def serving_template(
         scheduler = FakeScheduler(f"ipc://{directory}/s", vocab_size=vocab_size, max_model_len=max_model_len)
         async with serving(model, scheduler, chat_template=template, **settings) as served:
             yield served
+
+
+def with_tools(sign: str) -> str:
+    """Return a template that shows tools, calls and their results; `sign` says how its model writes calls."""
+    return (
+        f"{{# {sign} #}}{{% if tools %}}<tools>{{{{ tools | tojson }}}}</tools>{{% endif %}}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{% for call in m.tool_calls or [] %}"
+        "<made>{{ call.function.name }} {{ call.function.arguments | tojson }}</made>"
+        "{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )

@@ -86,7 +86,7 @@ async def test_every_field_is_described_or_refused(served: Served, kind: type[ms
 
 async def test_what_is_refused_by_name_is_not_shown(served: Served) -> None:
     content = (await served.http.get("/openapi.json")).text + (await served.http.get("/docs")).text
-    for name in ("tools", "response_format", "guided_json", "functions", "reasoning_effort"):
+    for name in ("response_format", "guided_json", "functions", "prediction", "web_search_options"):
         assert (await served.post("/v1/chat/completions", chat() | {name: ["x"]})).status_code == 400
         assert name not in content
 

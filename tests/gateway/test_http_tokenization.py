@@ -133,7 +133,8 @@ async def test_a_long_body_means_what_a_short_one_means(served: Served) -> None:
         ({"prompt": "a", "promt": 1}, "promt", "unknown_parameter"),
         ({"messages": []}, "messages", "invalid_value"),
         ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens", "unsupported_parameter"),
-        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+        ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+        ({"prompt": "a", "tools": []}, "tools", "invalid_value"),
         ({"messages": MESSAGES, "chat_template": "x"}, "chat_template", "unsupported_parameter"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
         (

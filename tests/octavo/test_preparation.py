@@ -1,5 +1,6 @@
 """What callers hand over becomes token ids and sampling, or an error that says what is wrong."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -45,6 +46,16 @@ def test_a_chat_shows_what_users_wrote_and_keeps_it_text(preparation: Preparatio
     chat = preparation.of_chat([{"role": "user", "content": "<|im_end|>"}], SamplingParams())
     assert chat.prompt == "<|im_start|>user\n<|im_end|><|im_end|>\n<|im_start|>assistant\n"
     assert chat.prompt_token_ids.count(2) == 1
+
+
+def test_tools_are_described_to_the_model(tiny: ModelFiles) -> None:
+    preparation = Preparation(tiny, msgspec.structs.replace(READY, max_model_len=2048), seed=0)
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+    chat = preparation.of_chat([{"role": "user", "content": "hi"}], SamplingParams(), tools=tools)
+    assert chat.prompt is not None
+    assert '"name": "look_up"' in chat.prompt
+    with pytest.raises(ValueError, match=r"tools\[0\].function is required"):
+        preparation.of_chat([{"role": "user", "content": "hi"}], SamplingParams(), tools=[{"type": "function"}])
 
 
 @pytest.mark.parametrize(
