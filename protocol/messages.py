@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from octavo.protocol.grammars import MAX_GRAMMAR_BYTES
 from octavo.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 4
@@ -46,6 +47,7 @@ class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Task = Literal["generate", "embed"]
+GrammarText = Annotated[str, Meta(max_length=MAX_GRAMMAR_BYTES)]
 
 
 def pack_ids(token_ids: Iterable[int]) -> bytes:
@@ -150,6 +152,7 @@ class Submit(Message, frozen=True):
     prompt_id: str = ""  # unique in this gateway; empty if no other request has this prompt
     body_id: str = ""  # of one HTTP body: its requests take turns with the requests of other bodies
     task: Task = "generate"  # "embed" generates nothing: `sampling.max_tokens` is 0, and the vector comes with the end
+    grammar: GrammarText = ""  # that the output follows, as llguidance reads it; empty: any text
 
 
 class Abort(Message, frozen=True):
@@ -301,6 +304,7 @@ class SequenceResult(Record, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None  # of prompt tokens whose predecessors this step computed
     embedding: bytes = b""  # float32; with the last token of the prompt of an "embed" sequence
+    error: str = ""  # why this sequence cannot go on: it ends, and the others of the step do not
 
 
 class StepResult(Message, frozen=True):
@@ -385,8 +389,9 @@ class SequenceInit(Record, frozen=True):
     num_output_tokens: int = 0
     prompt_token_ids: bytes = b""  # the whole prompt, while log probabilities of its tokens are wanted
     distinct_prompt_token_ids: bytes = b""  # with a repetition penalty: the tokens of the prompt, each once
-    output_token_ids: bytes = b""  # with a penalty: the whole output
+    output_token_ids: bytes = b""  # with a penalty or a grammar: the whole output
     task: Task = "generate"
+    grammar: GrammarText = ""
 
 
 class SequenceStep(Record, frozen=True):

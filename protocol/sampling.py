@@ -30,6 +30,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()  # token id, number that is added to its logit
     num_logprobs: Natural | None = None  # alternatives beside each token; None: no log probabilities
     num_prompt_logprobs: Natural | None = None  # the same for prompt tokens
+    ends_late: bool = False  # with a grammar: an eos only where it allows nothing else
 
     @property
     def has_penalties(self) -> bool:

@@ -34,6 +34,7 @@ def make_sequence(submit: Submit, prompt: Prompt, seq_id: int, vocab_size: int) 
         cache_salt=submit.cache_salt,
         body_id=submit.body_id,
         task=submit.task,
+        grammar=submit.grammar,
     )
 
 

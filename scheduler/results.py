@@ -38,6 +38,9 @@ def _sit_out(share: PlannedShare) -> None:
 
 def _advance(accounts: Accounts, share: PlannedShare, given: SequenceResult) -> None:
     sequence = share.sequence
+    if given.error:
+        accounts.finish(sequence, "error", error=given.error)
+        return
     if share.keeps_kv:
         sequence.num_computed_tokens = share.end
         if share.end >= (sequence.num_registered_blocks + 1) * accounts.limits.block_size:

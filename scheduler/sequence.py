@@ -50,6 +50,7 @@ class Sequence:
     cache_salt: str = ""
     body_id: str = ""
     task: Task = "generate"
+    grammar: str = ""  # handed on, never read
 
     num_tokens: int = field(init=False)  # of prompt and output so far
     arrival: int = field(init=False, default=0)
@@ -102,6 +103,11 @@ class Sequence:
         return 0 < self.num_remaining_tokens <= self.num_samples_a_step
 
     @property
+    def init_has_output(self) -> bool:
+        """Whether an executor must know all of its output to go on."""
+        return self.sampling.has_penalties or bool(self.grammar)
+
+    @property
     def queue_key(self) -> tuple[int, bool, int, int]:
         """Order of waiting: priority; sequences that ran before come first, newcomers take turns; arrival."""
         return self.priority, not self.was_admitted, 0 if self.was_admitted else self.turn, self.arrival
@@ -137,8 +143,9 @@ class Sequence:
             num_output_tokens=len(self.output_token_ids),
             prompt_token_ids=self.prompt_token_ids.tobytes() if self.prompt_logprobs is not None else b"",
             distinct_prompt_token_ids=self.prompt.distinct_token_ids() if sampling.repetition_penalty != 1.0 else b"",
-            output_token_ids=self.output_token_ids.tobytes() if sampling.has_penalties else b"",
+            output_token_ids=self.output_token_ids.tobytes() if self.init_has_output else b"",
             task=self.task,
+            grammar=self.grammar,
         )
 
     def collect_prompt_logprobs(self, first_token_index: int, given: Logprobs) -> None:

@@ -26,9 +26,9 @@ def init_bytes(sequence: Sequence) -> int:
     """Return how many bytes the SequenceInit of a sequence takes."""
     sampling = sequence.sampling
     num_ids = len(sampling.eos_token_ids) + len(sampling.stop_token_ids) + 3 * len(sampling.logit_bias)
-    if sampling.has_penalties:
+    if sequence.init_has_output:
         num_ids += len(sequence.output_token_ids)
     if sequence.prompt_logprobs is not None:
         num_ids += len(sequence.prompt_token_ids)
     num_distinct_bytes = len(sequence.prompt.distinct_token_ids()) if sampling.repetition_penalty != 1.0 else 0
-    return 5 * num_ids + num_distinct_bytes
+    return 5 * num_ids + num_distinct_bytes + len(sequence.grammar.encode())

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from octavo.gateway.text.grammar import Grammar
+
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
@@ -105,3 +107,4 @@ class Asked(AskedPrompts):
     cache_salt: str = ""
     divides: bool = False  # the thinking of an answer and its calls are parts of their own
     tools: AskedTools | None = None
+    grammar: Grammar | None = None  # that each answer follows

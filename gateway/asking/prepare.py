@@ -34,10 +34,14 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
     if "generate" not in model.ready.tasks:
         reason = "this model generates no text, it makes vectors: use /v1/embeddings"
         raise RequestError(reason, param="model", code="unsupported_task")
+    if asked.grammar is not None and not model.files.eos_token_ids:
+        reason = "this model names no token that ends an answer, so that none could end where a grammar does"
+        raise RequestError(reason, param=asked.grammar.param, code="unsupported_value")
     prompts, samplings, num_characters = [], [], 0
     for given in asked.prompts:
         prompt = yield from encode_within_context(given, asked, model)
-        samplings.append(resolve_sampling(asked.sampling, model, len(prompt.token_ids), asked.names))
+        num_tokens, has_grammar = len(prompt.token_ids), asked.grammar is not None
+        samplings.append(resolve_sampling(asked.sampling, model, num_tokens, asked.names, has_grammar=has_grammar))
         num_characters += len(prompt.token_ids) if prompt.text is None else len(prompt.text)
         prompts.append(prompt if asked.keeps_text else PreparedPrompt(None, prompt.token_ids))
         if num_characters >= SLICE_CHARACTERS:
@@ -90,6 +94,7 @@ def _requests(
             tenant=tenant,
             cache_salt=asked.cache_salt,
             body_id=request_id,
+            grammar=asked.grammar.text if asked.grammar else "",
         )
         for index, (prompt, sampling) in enumerate(zip(shared, samplings, strict=True))
         for choice in range(asked.n)

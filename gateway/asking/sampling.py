@@ -19,8 +19,10 @@ MASK_64 = 2**64 - 1
 Value = TypeVar("Value", int, float)
 
 
-def resolve_sampling(asked: AskedSampling, model: ServedModel, num_prompt_tokens: int, names: FieldNames) -> Sampling:
-    """Return the sampling of choice 0.
+def resolve_sampling(
+    asked: AskedSampling, model: ServedModel, num_prompt_tokens: int, names: FieldNames, *, has_grammar: bool = False
+) -> Sampling:
+    """Return the sampling of choice 0. What follows a grammar ends with it, also if `ignore_eos` is asked for.
 
     Raises RequestError for an id that is not in the vocabulary, more tokens than fit, or too many log probabilities.
     """
@@ -41,11 +43,12 @@ def resolve_sampling(asked: AskedSampling, model: ServedModel, num_prompt_tokens
         max_tokens=max_tokens,
         min_tokens=asked.min_tokens,
         seed=model.draw_seed() if asked.seed is None else asked.seed & MASK_64,
-        eos_token_ids=() if asked.ignore_eos else tuple(files.eos_token_ids),
+        eos_token_ids=() if asked.ignore_eos and not has_grammar else tuple(files.eos_token_ids),
         stop_token_ids=tuple(dict.fromkeys([*asked.stop_token_ids, *special_ids])),
         logit_bias=_logit_bias(asked.logit_bias, vocab_size),
         num_logprobs=asked.num_logprobs,
         num_prompt_logprobs=asked.num_prompt_logprobs,
+        ends_late=asked.ignore_eos and has_grammar,
     )
 
 

@@ -73,6 +73,7 @@ class GenerationRequest:
     cache_salt: str = ""
     body_id: str = ""  # the same for all requests of one body
     task: Task = "generate"
+    grammar: str = ""
 
 
 class Generation:
@@ -250,4 +251,5 @@ def _submit(request: GenerationRequest) -> Submit:
         prompt_id=request.prompt.prompt_id,
         body_id=request.body_id,
         task=request.task,
+        grammar=request.grammar,
     )

@@ -208,6 +208,7 @@ class SchedulerDriver:
         body_id: str = "",
         max_tokens: int = 8,
         task: Task = "generate",
+        grammar: str = "",
         **sampling: Any,
     ) -> Sequence:
         return Sequence(
@@ -220,6 +221,7 @@ class SchedulerDriver:
             cache_salt=cache_salt,
             body_id=body_id,
             task=task,
+            grammar=grammar,
         )
 
     def add(self, sequence: Sequence) -> None:
