@@ -223,6 +223,7 @@ def _sampling(make: Maker) -> Iterator[Case]:
         yield Case("largest", shape, lambda b: b.largest, (logits_RV,), logits_RV.nbytes, tolerance=EXACT)
         inputs: tuple[Tensor, ...] = (logits_RV, temperature_R)
         yield _edits(make, logits_RV)
+        yield _masks(make, logits_RV)
         yield Case("scale_to_probs", shape, lambda b: b.scale_to_probs, inputs, 2 * logits_RV.nbytes, tolerance=SUMMED)
         inputs = (logits_RV, make.integers(vocab, rows))
         yield Case("rank", shape, lambda b: b.rank, inputs, logits_RV.nbytes, tolerance=EXACT)
@@ -257,6 +258,17 @@ def _edits(make: Maker, logits_RV: Tensor) -> Case:
     num_bytes = 16 * len(token_id_N)
     shape = f"R={rows} V={vocab} N={len(token_id_N)}"
     return Case("edit_logits", shape, lambda b: b.edit_logits, inputs, num_bytes, changed=(0,), tolerance=SUMMED)
+
+
+def _masks(make: Maker, logits_RV: Tensor) -> Case:
+    """Return the case in which a grammar allows half of each row's tokens."""
+    rows, vocab = logits_RV.shape
+    allowed_RW = make.integers(2**31, rows, -(-vocab // 32), dtype=torch.int32)
+    inputs = (logits_RV, make.permutation(rows), allowed_RW)
+    shape = f"R={rows} V={vocab}"
+    return Case(
+        "allow_tokens", shape, lambda b: b.allow_tokens, inputs, logits_RV.nbytes, changed=(0,), tolerance=EXACT
+    )
 
 
 def _top_20(backend: Backend) -> Callable[..., tuple[Tensor, Tensor]]:

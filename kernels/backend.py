@@ -227,6 +227,14 @@ class Backend(Protocol):
         outside.
         """
 
+    def allow_tokens(self, logits_SV: Tensor, row_R: Tensor, allowed_RW: Tensor) -> None:
+        """Make the logits (float32) of some rows MASKED_LOGIT, in place, but for the tokens that a grammar allows.
+
+        row_R (int64) holds no row twice. allowed_RW (int32) has a word for 32 tokens, W words for the vocabulary: a bit
+        that is set, from the lowest on, allows its token. Raises ValueError on other shapes or dtypes; on the CPU
+        IndexError on rows that lie outside.
+        """
+
     def scale_to_probs(self, logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
         """Return softmax(logits / temperature) as probs_RV, float32; the logits (float32) may be overwritten."""
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.backend import MASKED_LOGIT, Compilation, PackedLinear
-from octavo.kernels.cpu import attention, edits, pointwise, sampling
+from octavo.kernels.cpu import attention, edits, masks, pointwise, sampling
 from octavo.kernels.cpu.checks import (
     address_of_heads,
     addresses,
@@ -39,6 +39,7 @@ __all__ = [
     "PanelLinear",
     "Program",
     "add_rms_norm",
+    "allow_tokens",
     "can_be_recorded",
     "compilation_for",
     "draw",
@@ -284,6 +285,22 @@ def edit_logits(
     edit = edits.edit_logits if num_rows == 1 or num_entries < LEAST_PARALLEL_ELEMENTS else edits.edit_logits_parallel
     given = (tensor.contiguous().numpy() for tensor in (row_R, bounds_R4, penalties_R3, token_id_N, value_N))
     edit(logits_SV.numpy(), *given, np.float32(MASKED_LOGIT))
+
+
+def allow_tokens(logits_SV: Tensor, row_R: Tensor, allowed_RW: Tensor) -> None:
+    num_rows, vocab_size = len(row_R), logits_SV.shape[1]
+    for name, tensor, shape, dtype in (
+        ("logits", logits_SV, logits_SV.shape, torch.float32),
+        ("row", row_R, (num_rows,), torch.int64),
+        ("allowed", allowed_RW, (num_rows, -(-vocab_size // 32)), torch.int32),
+    ):
+        require_shape(name, tensor, shape)
+        if tensor.dtype is not dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, {dtype} is needed")
+    require_inside("row", row_R.contiguous(), 0, len(logits_SV))
+    is_small = num_rows == 1 or num_rows * vocab_size < LEAST_PARALLEL_ELEMENTS
+    allow = masks.allow_tokens if is_small else masks.allow_tokens_parallel
+    allow(logits_SV.numpy(), row_R.contiguous().numpy(), allowed_RW.contiguous().numpy(), np.float32(MASKED_LOGIT))
 
 
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:

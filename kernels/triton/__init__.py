@@ -17,12 +17,14 @@ from octavo.kernels.triton.attention import paged_attention
 from octavo.kernels.triton.drawing import draw
 from octavo.kernels.triton.edits import edit_logits
 from octavo.kernels.triton.kv import rotate_and_store_kv, store_kv
+from octavo.kernels.triton.masks import allow_tokens
 from octavo.kernels.triton.norms import add_rms_norm, rms_norm
 from octavo.kernels.triton.products import embedding, linear, pack_linear
 from octavo.kernels.triton.sampling import scale_to_probs, uniform
 
 __all__ = [
     "add_rms_norm",
+    "allow_tokens",
     "can_be_recorded",
     "compilation_for",
     "draw",

@@ -31,11 +31,11 @@ from tqdm import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from octavo.kernels.triton import activations, attention, drawing, edits, groupwise, kv, norms, sampling
+from octavo.kernels.triton import activations, attention, drawing, edits, groupwise, kv, masks, norms, sampling
 from octavo.kernels.triton.configuration import Configuration
 from octavo.kernels.user_cache import user_cache
 
-MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing, edits)
+MODULES = (kv, attention, norms, activations, groupwise, sampling, drawing, edits, masks)
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 

@@ -1,6 +1,6 @@
 # Triton infers the types of what it compiles.
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The sampler on the device: softmax and random numbers; `drawing` and `edits` have the rest.
+"""The sampler on the device: softmax and random numbers; `drawing`, `edits` and `masks` have the rest.
 
 Nothing here waits for the device or depends on what its memory holds, so that a CUDA graph can hold all of it. Every
 sum is in a fixed order, within a row: what comes out for a row does not depend on the others.

@@ -103,7 +103,7 @@ def test_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch
     assert cache_directory().parent == Path("/elsewhere")
 
 
-SAMPLERS = ("largest", "edit_logits", "rank", "top_k", "scale_to_probs", "draw")
+SAMPLERS = ("largest", "edit_logits", "allow_tokens", "rank", "top_k", "scale_to_probs", "draw")
 SAMPLING = [name + suffix for name in SAMPLERS for suffix in ("", " in parallel")]
 
 
@@ -120,7 +120,7 @@ def called_from_python(module: ModuleType) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     plain_names = compile_all(dtype, has_panels=False)
-    assert len(plain_names) == len(set(plain_names)) == 23
+    assert len(plain_names) == len(set(plain_names)) == 25
     names = compile_all(dtype, has_panels=True)
     assert names == [*plain_names, "panel linear", "panel embedding"]
     kernels = called_from_python(cpu.pointwise) | called_from_python(cpu.attention)
