@@ -228,7 +228,9 @@ class Backend(Protocol):
         """
 
     def allow_tokens(self, logits_SV: Tensor, row_R: Tensor, allowed_RW: Tensor) -> None:
-        """Make the logits (float32) of some rows MASKED_LOGIT, in place, but for the tokens that a grammar allows.
+        """Make the logits (float32) of some rows -inf, in place, but for the tokens that a grammar allows.
+
+        An allowed logit is at least MASKED_LOGIT afterwards: whatever edits made of it, it wins against the others.
 
         row_R (int64) holds no row twice. allowed_RW (int32) has a word for 32 tokens, W words for the vocabulary: a bit
         that is set, from the lowest on, allows its token. Raises ValueError on other shapes or dtypes; on the CPU

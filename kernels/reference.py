@@ -152,7 +152,7 @@ def edit_logits(
 def allow_tokens(logits_SV: Tensor, row_R: Tensor, allowed_RW: Tensor) -> None:
     bits_RW32 = (allowed_RW[:, :, None] >> torch.arange(32, device=allowed_RW.device)) & 1
     forbidden_RV = bits_RW32.flatten(1)[:, : logits_SV.shape[1]] == 0
-    logits_SV[row_R] = logits_SV[row_R].masked_fill(forbidden_RV, MASKED_LOGIT)
+    logits_SV[row_R] = logits_SV[row_R].clamp(min=MASKED_LOGIT).masked_fill(forbidden_RV, -torch.inf)
 
 
 def scale_to_probs(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:

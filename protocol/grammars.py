@@ -1,8 +1,21 @@
 """What gateway and executor agree on about grammars: how large one is, and how much work llguidance may do for it."""
 
+from typing import TypedDict
+
 MAX_GRAMMAR_BYTES = 256 << 10
-# Limits of llguidance's parser, for `LLParserLimits`: steps, not seconds, so that every machine says the same.
-PARSER_LIMITS = {
+
+
+class ParserLimits(TypedDict):
+    initial_lexer_fuel: int
+    step_lexer_fuel: int
+    step_max_items: int
+    max_lexer_states: int
+    max_grammar_size: int
+    verbose_errors: bool
+
+
+# For llguidance's `LLParserLimits`: steps, not seconds, so that every machine says the same.
+PARSER_LIMITS: ParserLimits = {
     "initial_lexer_fuel": 1_000_000,  # to compile; some ten milliseconds
     "step_lexer_fuel": 200_000,  # for the mask of one token; some ten milliseconds
     "step_max_items": 50_000,

@@ -6,11 +6,18 @@ from octavo.scheduler.sequence import Sequence
 def finish_reason(sequence: Sequence) -> str | None:
     """Return how the last token ends the sequence ("stop" before "length"), or None if it goes on."""
     outputs = sequence.output_token_ids
-    if outputs and outputs[-1] in sequence.stop_token_ids and len(outputs) >= sequence.sampling.min_tokens:
+    if outputs and outputs[-1] in sequence.stop_token_ids and _may_stop(sequence):
         return "stop"
     if sequence.num_tokens >= sequence.max_num_tokens:
         return "length"
     return None
+
+
+def _may_stop(sequence: Sequence) -> bool:
+    """Whether a stop id ends the sequence: a grammar that allows nothing but an end comes before `min_tokens`."""
+    outputs, sampling = sequence.output_token_ids, sequence.sampling
+    is_complete = bool(sequence.grammar) and outputs[-1] in sampling.eos_token_ids
+    return is_complete or len(outputs) >= sampling.min_tokens
 
 
 def append_tokens(sequence: Sequence, token_ids: list[int]) -> tuple[list[int], str | None]:

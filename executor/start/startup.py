@@ -26,6 +26,7 @@ from octavo.executor.start.group import check_agreement, join_group, num_local_r
 from octavo.executor.start.pool import PoolSize, size_pool
 from octavo.executor.start.warm_up import capture_graphs, compile_in_turn, largest_step, warm_up
 from octavo.executor.step.device import Device, device_of
+from octavo.executor.step.grammars import Grammars
 from octavo.executor.step.progress import StepProgress
 from octavo.executor.step.runner import ModelRunner
 from octavo.kernels.backend import Backend
@@ -203,11 +204,14 @@ def make_runner(
     Raises ValueError if too little memory is left.
     """
     shapes: list[KVShape] = model.kv_shapes
+    grammars = Grammars(Path(config.model), model.vocab_size) if parallel.rank == 0 else None
 
     def runner_of(num_blocks: int) -> ModelRunner:
         kv_caches = allocate_kv_caches(shapes, num_blocks, config.block_size, kv_dtype, device.torch_device)
         sizes = {"block_size": config.block_size, "num_blocks": num_blocks}
-        return ModelRunner(model, kv_caches, backend, **sizes, device=device, parallel=parallel, pooling=pooling)
+        return ModelRunner(
+            model, kv_caches, backend, **sizes, device=device, parallel=parallel, pooling=pooling, grammars=grammars
+        )
 
     pool = size_pool(
         config,

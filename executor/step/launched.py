@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +30,7 @@ class StepOutputs(NamedTuple):
     sampled: Sampled | None  # of the shares that sample
     prompt_slices: list[list[PromptSlice]]  # of each share
     embeddings: list[Tensor]  # float32, of the shares that end a prompt that is embedded
+    unsampled: Mapping[int, str]  # shares that sat out only at the sampling: why they cannot go on, or nothing
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in the order in which `Launched` reads them."""
@@ -50,11 +51,16 @@ class Launched:
         outputs: StepOutputs,
         device: Device,
         previous: "Launched | None",
+        absent: Mapping[int, str],
     ) -> None:
-        """`previous` is the step before, if it has not been waited for: states learn their tokens in order."""
+        """`previous` is the step before, if it has not been waited for: states learn their tokens in order.
+
+        `absent` has the indexes, in the step, of sequences that have no share, and why they cannot go on, or nothing.
+        """
         self.token_ids_S = outputs.sampled.token_ids_S if outputs.sampled else None  # on the device
         self.previous = previous
         self._step = step
+        self._absent = absent
         self._shares = shares
         self._outputs = outputs
         self._download = device.download(outputs.tensors())
@@ -82,15 +88,31 @@ class Launched:
         arrays = iter(self._download.wait())
         sampled = self._read_sampled(arrays)
         results = []
-        for share, slices in zip(self._shares, self._outputs.prompt_slices, strict=True):
+        for index, (share, slices) in enumerate(zip(self._shares, self._outputs.prompt_slices, strict=True)):
             token_ids, logprobs = next(sampled) if share.sample else ([], None)
+            prompt_logprobs = _read_prompt(arrays, share, len(slices))
+            if (error := self._outputs.unsampled.get(index)) is not None:
+                results.append(SequenceResult([], error=error))
+                continue
             for token_id in token_ids:
                 share.state.append(token_id)
-            results.append(SequenceResult(token_ids, logprobs, _read_prompt(arrays, share, len(slices))))
+            results.append(SequenceResult(token_ids, logprobs, prompt_logprobs))
         if self._outputs.embeddings:
             results = _with_embeddings(results, self._shares, arrays)
-        step = self._step
-        return StepResult(step.scheduler_incarnation, step.executor_incarnation, step.step_id, results)
+        return self._with_absent(results)
+
+    def _with_absent(self, results: list[SequenceResult]) -> StepResult:
+        """Return the results of all sequences of the step, in its order."""
+        step, late = self._step, {index for index, error in self._outputs.unsampled.items() if not error}
+        computed = iter([(result, index in late) for index, result in enumerate(results)])
+        sequences, not_ready = [], []
+        for index, part in enumerate(step.sequences):
+            error = self._absent.get(index)
+            result, is_late = next(computed) if error is None else (SequenceResult([], error=error), not error)
+            sequences.append(result)
+            if is_late:
+                not_ready.append(part.seq_id)
+        return StepResult(step.scheduler_incarnation, step.executor_incarnation, step.step_id, sequences, not_ready)
 
     def _read_sampled(self, arrays: Iterator[np.ndarray]) -> Iterator[tuple[list[int], Logprobs | None]]:
         """Return the token of each share that samples, and its log probabilities if the share wants them."""

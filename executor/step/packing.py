@@ -35,6 +35,10 @@ class ShareInputs(NamedTuple):
         return cls(state, token_ids.tobytes(), step.block_table, step.sample, pending_row, ends_embedding)
 
     @property
+    def has_grammar(self) -> bool:
+        return self.state.has_grammar
+
+    @property
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 

@@ -1,6 +1,7 @@
 """From logits to tokens. A row's result depends on the row alone, not on its neighbours or their number.
 
-The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; temperature; min_p
+The order is vLLM's: log probabilities of the raw distribution; bias, `min_tokens` and penalties; the mask of a grammar,
+which comes after all that could make a forbidden token likelier than an allowed one; temperature; min_p
 (of the likeliest token); top_k; top_p (of the mass that is left). Then one uniform number picks a token by inverse
 CDF, in the order of token ids. Among equal tokens, the lower id counts as the likelier.
 
@@ -43,6 +44,13 @@ class TokenLogprobs(NamedTuple, Generic[Array]):
     top_logprobs_RK: Array  # float32
 
 
+class Masks(NamedTuple, Generic[Array]):
+    """The rows that follow a grammar, and the tokens that it allows: the arguments of `Backend.allow_tokens`."""
+
+    row_R: Array  # int64
+    allowed_RW: Array  # int32, a bit a token
+
+
 class Sampled(NamedTuple):
     """The samples of a step's rows, on the device."""
 
@@ -52,7 +60,13 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits_SV: Tensor, columns: Columns[Tensor], edits: Edits | None, backend: Backend, *, is_lazy: bool
+    logits_SV: Tensor,
+    columns: Columns[Tensor],
+    edits: Edits | None,
+    backend: Backend,
+    *,
+    is_lazy: bool,
+    masks: Masks[Tensor] | None = None,
 ) -> Sampled:
     """Return the next token of each row, and the log probabilities of the rows that want them.
 
@@ -64,8 +78,10 @@ def sample(
     logprobs_RV = None if wanted is None else _select(logits_SV, wanted.row_R).log_softmax(-1)
     if edits is not None:
         backend.edit_logits(logits_SV, *edits)
+    if masks is not None:
+        backend.allow_tokens(logits_SV, *masks)
     has_greedy = columns.draws is None or len(columns.draws.row_R) < len(logits_SV)
-    if has_greedy and (is_clamped or edits is not None):
+    if has_greedy and (is_clamped or edits is not None or masks is not None):
         _, likeliest_S = backend.largest(logits_SV)
     token_ids_S = _choose(logits_SV, likeliest_S, columns.draws, backend)
     if wanted is None or logprobs_RV is None:

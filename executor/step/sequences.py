@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
+from octavo.executor.step.grammars import Matcher
 from octavo.protocol.messages import SequenceInit, SequenceStep, unpack_ids
 from octavo.protocol.sampling import Sampling
 
@@ -74,16 +75,19 @@ class SequenceState:
     num_computed_tokens: int
     counts: TokenCounts | None  # None: no penalty
     bias: "tuple[np.ndarray, np.ndarray] | None"  # token ids (int32, distinct) and their biases (float32)
-    stop_ids: np.ndarray | None  # int32, distinct: ids that min_tokens forbids; None: no ids
+    stop_ids: np.ndarray | None  # int32, distinct: ids that min_tokens forbids; None: no ids, or a grammar does it
     prompt_token_ids: "array[int]"  # empty unless log probabilities of the prompt are wanted
     token_ids: "array[int]" = field(default_factory=lambda: array("i"))
     num_pending_tokens: int = 0  # sampled tokens that only the device knows
     pending_row: int | None = None  # row of the last pending token among its step's samples
     embeds: bool = False
     collected_E: Tensor | None = None  # what the next chunk of a prompt that is embedded is added to
+    has_grammar: bool = False
+    matcher: Matcher | None = None  # of the grammar, on rank 0
+    sat_out: bool = False  # its last share was not computed: one that was planned on top does not fit
 
     @classmethod
-    def from_init(cls, init: SequenceInit, num_computed_tokens: int) -> "SequenceState":
+    def from_init(cls, init: SequenceInit, num_computed_tokens: int, matcher: Matcher | None = None) -> "SequenceState":
         """Return the state of a sequence whose first `num_computed_tokens` are in the KV cache."""
         return cls(
             sampling=init.sampling,
@@ -93,9 +97,11 @@ class SequenceState:
             num_computed_tokens=num_computed_tokens,
             counts=_count(init) if init.sampling.has_penalties else None,
             bias=_bias(init.sampling) if init.sampling.logit_bias else None,
-            stop_ids=_stop_ids(init.sampling) if init.sampling.min_tokens else None,
+            stop_ids=_stop_ids(init.sampling) if init.sampling.min_tokens and not init.grammar else None,
             prompt_token_ids=unpack_ids(init.prompt_token_ids),
             embeds=init.task == "embed",
+            has_grammar=bool(init.grammar),
+            matcher=matcher,
         )
 
     @property
@@ -161,6 +167,8 @@ class SequenceState:
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.matcher is not None:
+            self.matcher.learn(token_id)
 
 
 def _count(init: SequenceInit) -> TokenCounts:

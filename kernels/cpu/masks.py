@@ -7,19 +7,18 @@ from numba import prange
 
 from octavo.kernels.cpu.jit import kernel, routine
 
-ALL, NONE, ONE, WORD_BITS = np.int32(-1), np.int32(0), np.int32(1), 32
+NONE, ONE, WORD_BITS = np.int32(0), np.int32(1), 32
+FORBIDDEN = np.float32(-np.inf)
 
 
 @routine()
 def _mask_row(logits_V, allowed_W, masked_logit):
     for word in range(len(allowed_W)):
         allowed = allowed_W[word]
-        if allowed == ALL:
-            continue
         first = word * WORD_BITS
         for bit in range(min(WORD_BITS, len(logits_V) - first)):
-            if (allowed >> bit) & ONE == NONE:
-                logits_V[first + bit] = masked_logit
+            is_forbidden = (allowed >> bit) & ONE == NONE
+            logits_V[first + bit] = FORBIDDEN if is_forbidden else max(logits_V[first + bit], masked_logit)
 
 
 @kernel()

@@ -28,7 +28,9 @@ def allow_tokens_kernel(logits_ptr, row_ptr, allowed_ptr, row_stride, num_words,
     is_inside = token_ids < vocab_size
     words = tl.load(allowed_ptr + masked * num_words + token_ids // 32, mask=is_inside, other=-1)
     is_forbidden = (words >> (token_ids % 32)) & 1 == 0
-    tl.store(logits_ptr + token_ids, tl.full((BLOCK,), MASKED_LOGIT, tl.float32), mask=is_inside & is_forbidden)
+    logits = tl.load(logits_ptr + token_ids, mask=is_inside, other=0.0)
+    logits = tl.where(is_forbidden, float("-inf"), tl.maximum(logits, MASKED_LOGIT))
+    tl.store(logits_ptr + token_ids, logits, mask=is_inside)
 
 
 def allow_tokens(logits_SV: Tensor, row_R: Tensor, allowed_RW: Tensor) -> None:

@@ -3,12 +3,15 @@
 Real processes that meet through gloo. Greedy tokens must not hang on rounding: the model alone shows a clear gap.
 """
 
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from octavo.executor.models import LoadPlan, load_model, read_model_config
 from octavo.kernels import cpu
@@ -16,9 +19,11 @@ from octavo.protocol.config import Config
 from octavo.protocol.messages import Logprobs, NeedInit, StepResult
 from octavo.protocol.sampling import Sampling
 from tests.fakes.checkpoints import make_checkpoint
+from tests.fakes.model_directories import FIRST_BYTE, IM_END, write_tiny_model
 from tests.fakes.rank_group import Followers, RankGroup, free_address
 from tests.fakes.runner_driver import init, share, step
 from tests.fakes.scheduler_with_runner import Generated, SchedulerWithRunner
+from tests.fakes.slow_pool import SlowPool
 
 BLOCK_SIZE = 8
 LEAST_GAP = 1e-3  # between the log probabilities of the best two tokens
@@ -49,11 +54,13 @@ def requests() -> list[tuple[list[int], Sampling]]:
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Config]]:
     """Return the Config of rank 0 by the number of ranks; the others are there."""
     made = {}
+    tokenizer = write_tiny_model(tmp_path_factory.mktemp("tokenizer"))
     for world_size, differences in MODELS.items():
         directory = tmp_path_factory.mktemp("tiny")
         make_checkpoint(
             directory, attention_bias=True, mlp_bias=True, vocab_size=319, num_hidden_layers=2, **differences
         )
+        shutil.copy(tokenizer / "tokenizer.json", directory)
         made[world_size] = Config(
             model=str(directory),
             dtype="float32",
@@ -147,3 +154,23 @@ def test_what_cannot_be_done_is_left_by_every_rank(group: RankGroup, alone: list
     result = group.launch(step(1, share(7, 0, prompt, [0], init=init(prompt)))).wait()
     assert isinstance(result, StepResult)
     assert result.sequences[0].token_ids == alone[0].token_ids[:1]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
+def test_all_ranks_agree_on_who_follows_a_grammar_and_who_sits_out(group: RankGroup, delay_s: float) -> None:
+    regex = LLMatcher.grammar_from_regex("(ab|cd){4,6}")
+    given = [
+        (prompt, Sampling(max_tokens=30, seed=i, eos_token_ids=(IM_END,))) for i, (prompt, _) in enumerate(requests())
+    ]
+    engine = engine_of(group, num_blocks=512)
+    group.grammars.builders, group.grammars.threads = SlowPool(2 * delay_s), SlowPool(delay_s)
+    found = engine.generate(given, arrivals={3: 4}, grammars=dict.fromkeys(range(0, 6, 2), regex) | {1: "no grammar"})
+    for each in found[::2]:
+        answer = bytes(token_id - FIRST_BYTE for token_id in each.token_ids[:-1]).decode()
+        assert re.fullmatch("(ab|cd){4,6}", answer)
+        assert each.finish_reasons == ["stop"]
+    assert found[1].finish_reasons == ["error"]
+    engine = engine_of(group, num_blocks=512, steps_ahead=0)
+    assert [each.token_ids for each in engine.generate(given[::2], grammars=dict.fromkeys(range(3), regex))] == [
+        each.token_ids for each in found[::2]
+    ]

@@ -1,5 +1,7 @@
 """A model whose logits are a pure function of the tokens that it finds in its paged cache, and of nothing else."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,8 @@ MODULUS = 8191
 
 class CacheModel:
     """One layer, one head of size 1, the key of a position is its token: a lost or stale slot changes what follows."""
+
+    kv_shapes: ClassVar = [(1, 1, 1)]
 
     def __init__(self, vocab_size: int = 64) -> None:
         self.vocab_size = vocab_size

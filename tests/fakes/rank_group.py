@@ -13,6 +13,7 @@ from torch import distributed
 from octavo.executor.link.relay import Relay
 from octavo.executor.models import Decoder
 from octavo.executor.start.startup import start_executor
+from octavo.executor.step.grammars import Grammars
 from octavo.executor.step.launched import Launched
 from octavo.executor.step.runner import ModelRunner
 from octavo.protocol.config import Config
@@ -83,6 +84,10 @@ class RankGroup:
     @property
     def decoder(self) -> Decoder:
         return self._runner.model
+
+    @property
+    def grammars(self) -> Grammars:
+        return self._runner.grammars
 
     def launch(self, step: Step) -> Launched | NeedInit:
         """Begin a step on every rank and return what rank 0 has of it."""

@@ -10,6 +10,7 @@ import torch
 from octavo.executor.models import LoadedModel
 from octavo.executor.models.kv_caches import allocate_kv_caches
 from octavo.executor.step.device import Device
+from octavo.executor.step.grammars import Grammars
 from octavo.executor.step.launched import Launched
 from octavo.executor.step.runner import ModelRunner
 from octavo.kernels import cpu
@@ -29,6 +30,7 @@ class Generated:
     prompt_logprobs: Logprobs | None = None
     finish_reasons: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
+    error: str | None = None
 
 
 class SchedulerWithRunner:
@@ -47,6 +49,7 @@ class SchedulerWithRunner:
         enable_prefix_caching: bool = True,
         steps_ahead: int = 1,
         device: Device | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         limits = Limits(
             num_blocks=num_blocks,
@@ -59,16 +62,25 @@ class SchedulerWithRunner:
         )
         kv_caches = allocate_kv_caches(decoder.kv_shapes, num_blocks, block_size, dtype, torch.device("cpu"))
         self.scheduler = Scheduler(limits)
-        self.runner = ModelRunner(decoder, kv_caches, cpu, block_size=block_size, num_blocks=num_blocks, device=device)
+        sizes = {"block_size": block_size, "num_blocks": num_blocks}
+        self.runner = ModelRunner(decoder, kv_caches, cpu, **sizes, device=device, grammars=grammars)
         self.steps_ahead = steps_ahead
         self.planned: list[PlannedStep] = []  # every step so far
         self.max_used_blocks = 0
+        self.dies_at: set[int] = set()  # steps before which the runner loses all its state, and the cache
+        self.num_deaths = 0
         self._num_requests = 0
 
     def generate(
-        self, requests: Sequence[tuple[Sequence[int], Sampling]], arrivals: Mapping[int, int] | None = None
+        self,
+        requests: Sequence[tuple[Sequence[int], Sampling]],
+        arrivals: Mapping[int, int] | None = None,
+        grammars: Mapping[int, str] | None = None,
     ) -> list[Generated]:
-        """Return what each (prompt, sampling) gives; request i arrives before the step number `arrivals[i]` (or 0)."""
+        """Return what each (prompt, sampling) gives; request i arrives before the step number `arrivals[i]` (or 0).
+
+        Request i follows `grammars[i]`, or none.
+        """
         results = {self._num_requests + i: Generated() for i in range(len(requests))}
         late = deque(sorted((arrivals or {}).get(i, 0) for i in range(len(requests))))
         order = deque(sorted(range(len(requests)), key=lambda i: (arrivals or {}).get(i, 0)))
@@ -78,7 +90,14 @@ class SchedulerWithRunner:
         while order or self.scheduler.has_work:
             while order and (late[0] <= len(self.planned) - first_step or not self.scheduler.has_work):
                 late.popleft()
-                self._add(first_id + order[0], *requests[order.popleft()])
+                request = order.popleft()
+                self._add(first_id + request, *requests[request], (grammars or {}).get(request, ""))
+            if len(self.planned) - first_step in self.dies_at:
+                self.dies_at.discard(len(self.planned) - first_step)
+                self.num_deaths += 1
+                to_do.clear()
+                self.runner.reset()
+                self.scheduler.reset_executor(self.runner.num_blocks)
             while len(to_do) <= self.steps_ahead and (step := self.scheduler.schedule()):
                 to_do.append(self._launch(step))
                 self.planned.append(step)
@@ -93,8 +112,8 @@ class SchedulerWithRunner:
         self.scheduler.check_integrity()
         return list(results.values())
 
-    def _add(self, seq_id: int, prompt: Sequence[int], sampling: Sampling) -> None:
-        sequence = scheduler.Sequence(seq_id, scheduler.Prompt(array("i", prompt)), sampling)
+    def _add(self, seq_id: int, prompt: Sequence[int], sampling: Sampling, grammar: str) -> None:
+        sequence = scheduler.Sequence(seq_id, scheduler.Prompt(array("i", prompt)), sampling, grammar=grammar)
         assert self.scheduler.refusal(sequence) is None
         self.scheduler.add(sequence)
 
@@ -115,3 +134,4 @@ class SchedulerWithRunner:
                 result.logprobs = update.logprobs if result.logprobs is None else result.logprobs + update.logprobs
             if update.finish_reason:
                 result.finish_reasons.append(update.finish_reason)
+                result.error = update.error

@@ -31,7 +31,18 @@ def test_a_bit_that_is_set_allows_its_token(backend) -> None:  # type: ignore[no
     backend.allow_tokens(logits_SV, torch.tensor([1]), allowed_RW)
     assert torch.equal(logits_SV[0], torch.ones(40))
     assert (logits_SV[1] == 1).nonzero().flatten().tolist() == [0, 2, 31, 33]
-    assert (logits_SV[1] == torch.tensor(MASKED_LOGIT)).sum() == 36
+    assert (logits_SV[1] == -torch.inf).sum() == 36
+
+
+@pytest.mark.parametrize("backend", [cpu, reference])
+def test_what_is_allowed_wins_whatever_edits_made_of_it(backend) -> None:  # type: ignore[no-untyped-def]
+    logits_SV = torch.tensor([[MASKED_LOGIT, -torch.inf, -3e38, 5.0]])
+    backend.allow_tokens(logits_SV, torch.tensor([0]), torch.tensor([[0b0110]], dtype=torch.int32))
+    masked = torch.tensor(MASKED_LOGIT)
+    assert torch.equal(logits_SV[0], torch.tensor([-torch.inf, masked, masked, -torch.inf]))
+    token_ids = backend.largest(logits_SV)[1] if backend is cpu else logits_SV.argmax(-1)
+    assert token_ids.tolist() == [1]
+    assert backend.scale_to_probs(logits_SV, torch.tensor([0.5]).double())[0].tolist() == [0.0, 0.5, 0.5, 0.0]
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 1), (1, 1_000), (4, 33), (9, 1_024), (120, 5_003)])
