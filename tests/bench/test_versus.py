@@ -49,7 +49,7 @@ def test_each_server_lives_once_a_round_and_is_compared_by_row(
     report = msgspec.json.decode((tmp_path / "out" / "versus.json").read_bytes(), type=Report)
     assert [(life.label, life.round) for life in report.lives] == [("ours", 1), ("theirs", 1)]
     assert all(life.first_token_s > 0 for life in report.lives)
-    assert report.lives[1].pss_bytes > 1.2 * report.lives[0].pss_bytes > 10**6  # of both processes
+    assert report.lives[1].pss_bytes > report.lives[0].pss_bytes + 10**6 > 2 * 10**6  # of both processes
     assert [(result.label, result.name) for result in report.results] == [
         ("ours", "streams, 32/32/128/64"),
         ("theirs", "streams, 32/32/128/64"),
