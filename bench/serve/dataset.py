@@ -108,5 +108,5 @@ def _asked(entry: Entry) -> Iterator[Message]:
 
 def _role(name: str) -> str:
     if name not in ROLES:
-        raise ValueError(f"{name!r} is none of {', '.join(ROLES)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(ROLES)}")
     return ROLES[name]

@@ -165,7 +165,7 @@ def targets(text: str) -> dict[str, float]:
     for part in text.split(","):
         name, _, limit = part.strip().partition(":")
         if name not in TARGETS:
-            raise argparse.ArgumentTypeError(f"{part.strip()!r} is none of {', '.join(TARGETS)}, with :MILLISECONDS")
+            raise argparse.ArgumentTypeError(f"{part.strip()!r} is not one of {', '.join(TARGETS)}, with :MILLISECONDS")
         found[name] = positive_float(limit)
     return found
 

@@ -48,4 +48,4 @@ def parse_lengths(text: str) -> Lengths:
             if values[0] < 1 or (form == "uniform" and values[0] > values[1]):
                 raise ValueError(f"{text} has to begin with its least or mean length, of 1 or more")
             return Lengths(text.strip(), form, values)
-    raise ValueError(f"{text!r} is none of 128, 64-256, normal:128,32 and lognormal:128,64")
+    raise ValueError(f"{text!r} is not one of 128, 64-256, normal:128,32 and lognormal:128,64")

@@ -20,9 +20,9 @@ def models_directory() -> Path:
 def build_once(target: Path, build: Callable[[Path], None]) -> Path:
     """Return `target`, after `build(partial)` has made it if it was not there.
 
-    `build` writes a file or fills a directory at `partial`, beside `target`; a rename then makes it appear in
-    one step, so that whatever carries the name `target` is whole. A lock lets one process build while others
-    wait for its result, and tells that a partial that exists was left by a process that died.
+    `build` writes a file or fills a directory at `partial`, beside `target`; a rename then makes it appear in one
+    step, so a file or directory named `target` is always whole. A lock lets one process build while others wait for
+    its result. So a partial that exists was left by a process that died.
     Raises ModelError if the disk is full or the cache cannot be written.
     """
     if target.exists():
@@ -36,7 +36,8 @@ def build_once(target: Path, build: Callable[[Path], None]) -> Path:
 
 
 def require_space(directory: Path, needed_bytes: int, purpose: str, variable: str = "XDG_CACHE_HOME") -> None:
-    """Raise ModelError unless `directory`'s disk has `needed_bytes` free; `variable` is what moves the directory."""
+    """Raise ModelError unless `directory`'s disk has `needed_bytes` free; the environment variable `variable` moves
+    the directory."""
     present = next(path for path in (directory, *directory.parents) if path.exists())
     free_bytes = shutil.disk_usage(present).free
     if free_bytes < needed_bytes:

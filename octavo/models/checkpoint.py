@@ -65,13 +65,13 @@ def _require_whole(paths: list[Path]) -> None:
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}. Make it readable for this user.") from None
         if found:
-            # The hub's cache links to what it holds, and fetches nothing that it holds.
+            # The hub's cache links to its own files. It does not fetch a file that it has.
             kept = f" (remove {path.resolve()} first)" if path.is_symlink() else ""
             raise ModelError(f"{path} {found}{kept}.")
 
 
 def _other_formats(directory: Path) -> str:
-    """What could be done with the files that are there instead, as a sentence."""
+    """Return a sentence that says what to do with the files that are there instead."""
     if gguf := sorted(directory.glob("*.gguf")):
         return f" It has GGUF files: give one of them as MODEL, for instance {gguf[0]}."
     if any(directory.glob("*.bin")) or any(directory.glob("*.pth")) or any(directory.glob("*.pt")):

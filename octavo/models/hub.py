@@ -17,21 +17,22 @@ SETTINGS = (
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.tiktoken")
 SENTENCEPIECE = ("spiece.model", "sentencepiece*.model")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-TORCH_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # where a model has no others
+TORCH_WEIGHTS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # if a model has no other files of weights
 CODE = ("*.py",)
-# Folders hold other formats or the original release, but for additional_chat_templates. Patterns know no exception: a
-# path in a folder is ignored unless it begins and ends with an a, as of all that is wanted only *.jinja in that one do.
+# Folders hold other formats or the original release, except additional_chat_templates. Patterns have no exceptions. So
+# a path in a folder is ignored unless it begins and ends with an "a": of all wanted files, only the *.jinja files of
+# that folder do.
 # Mistral's consolidated files are the weights once more.
 IGNORED = ("[!a]*/*", "*/*[!a]", "*/*/*", "consolidated*")
 DEFAULT_ENDPOINT = "https://huggingface.co"
-# For the first answer, names resolved and retries made: what is not reached by then is treated as out of reach.
+# For the first answer, with name resolution and retries. A hub that does not answer by then counts as out of reach.
 REACH_S = 6.0
 
 
 def download_snapshot(model: str, *, with_code: bool, with_weights: bool) -> Path:
     """Return the hub's directory of `model` in huggingface_hub's cache, with only the files that serving needs.
 
-    Without a network, what is cached is used. Raises ModelError.
+    Without a network, cached files are used. Raises ModelError.
     """
     directory = _download(model, wanted_patterns(with_code=with_code, with_weights=with_weights))
     if not with_weights or has_weights(directory):
@@ -40,7 +41,7 @@ def download_snapshot(model: str, *, with_code: bool, with_weights: bool) -> Pat
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether safetensors are there: if not, a model's hub may have files that torch wrote."""
+    """Return whether there are safetensors. If not, the hub may have files that torch wrote."""
     return any(directory.glob("*.safetensors"))
 
 
@@ -76,7 +77,7 @@ def _download(model: str, patterns: list[str]) -> Path:
 
 
 def _check_endpoint() -> None:
-    """Raise ModelError for an address that cannot be one: huggingface_hub cannot be imported with some of them."""
+    """Raise ModelError for a malformed address: with some of them huggingface_hub cannot be imported."""
     endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT)
     try:
         parts = urlsplit(endpoint)
@@ -91,14 +92,14 @@ def _check_endpoint() -> None:
 
 
 def _announced(model: str) -> Any:
-    """Return what the hub says of `model`: the sizes of its files among it."""
+    """Return what the hub says about `model`, with the sizes of its files."""
     from huggingface_hub import HfApi
 
     return HfApi().model_info(model, files_metadata=True, timeout=REACH_S)
 
 
 def _require_space(model: str, announced: Any, patterns: list[str]) -> None:
-    """Raise ModelError unless the disk has room for what is not in the cache yet."""
+    """Raise ModelError unless the disk has room for the files that are not in the cache yet."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.utils import filter_repo_objects
 
@@ -115,7 +116,7 @@ def _require_space(model: str, announced: Any, patterns: list[str]) -> None:
 
 
 def _explain(model: str, error: Exception) -> str:
-    """One paragraph: why `model` did not come from the hub, and what to do about it."""
+    """Return one paragraph: why `model` did not come from the hub, and what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -18,7 +18,7 @@ ERRORS = ("HubError", "NotExistError", "RequestError", "FileDownloadError", "Inv
 def download_from_modelscope(model: str, *, with_code: bool, with_weights: bool) -> Path:
     """Return ModelScope's directory of `model` in its cache, with only the files that serving needs.
 
-    Without a network, what is cached is used. Raises ModelError.
+    Without a network, cached files are used. Raises ModelError.
     """
     snapshot_download, errors = _package()
     unreachable = _why_unreachable()
@@ -37,7 +37,7 @@ def download_from_modelscope(model: str, *, with_code: bool, with_weights: bool)
 
 
 def _package() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return the package's download and what it raises."""
+    """Return the package's download function, and the errors that it raises."""
     try:
         from modelscope import snapshot_download
         from modelscope.hub import errors
@@ -58,12 +58,12 @@ def _endpoint() -> str:
 
 
 def _why_unreachable() -> str:
-    """Return why ModelScope does not answer, nothing if it does: the package would try for minutes."""
+    """Return why ModelScope does not answer, or "" if it answers. The package itself would try for minutes."""
     try:
         with within(REACH_S, lambda: urllib.request.urlopen(_endpoint(), timeout=REACH_S)):
             return ""
     except urllib.error.HTTPError:
-        return ""  # an answer as well
+        return ""  # an error status is an answer too
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
 

@@ -20,12 +20,12 @@ from octavo.protocol.config import Config
 
 logger = logging.getLogger(__name__)
 
-ROUNDINGS = ("int8", "int4")  # of Config.quantization: what they take is plain weights
+ROUNDINGS = ("int8", "int4")  # values of Config.quantization that need plain weights
 
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that lies on this machine. `served_name` is what clients call it unless told otherwise."""
+    """A model on this machine. Clients call it `served_name` unless the settings name another."""
 
     directory: Path
     served_name: str
@@ -39,12 +39,12 @@ def resolve_model(
     use_modelscope: bool = False,
     expands_demo: bool = False,
 ) -> ResolvedModel:
-    """Return the local directory of `model`, downloading and converting what is not there yet.
+    """Return the local directory of `model`; download and convert what is not there yet.
 
     `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope, or
-    None or its name for the demo: its 4-bit GGUF file or, if `expands_demo`, what that is in bfloat16. The directory
+    None or its name for the demo: its 4-bit GGUF file or, if `expands_demo`, the same weights in bfloat16. The directory
     has config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a
-    linked GGUF file. Raises ModelError, whose message says in one paragraph what is wrong and what to do.
+    linked GGUF file. Raises ModelError; its message says in one paragraph what is wrong and what to do.
     """
     if model is None or _names_demo(model):
         return ResolvedModel(expanded_demo() if expands_demo else _gguf_directory(demo_gguf()), DEMO_NAME)
@@ -71,9 +71,8 @@ def resolve_config(
     use_modelscope: bool = False,
     expands_demo: bool = False,
 ) -> Path:
-    """Return a local directory with the config.json of `model`; of an id only small files are fetched.
-
-    A GGUF file is described, as for serving; the demo has to be here already. Raises ModelError.
+    """Return a local directory with the config.json of `model`; for an id only small files are fetched. A GGUF file is
+    described, as for serving. The demo must be here already. Raises ModelError.
     """
     if model is None or _names_demo(model):
         return present_expanded_demo() if expands_demo else _gguf_directory(present_demo_gguf())
@@ -100,23 +99,24 @@ def resolve_config_of(config: Config) -> Path:
 
 
 def one_name(model: str) -> str:
-    """Return what all ways to write the same `model` have in common: the demo's name, a path from the root, an id."""
+    """Return one name for all ways to write the same `model`: the demo's name, a path from the root, or an id."""
     return DEMO_NAME if not model or _names_demo(model) else from_root(model)
 
 
 def from_root(path: str) -> str:
-    """Return where `path` leads from any directory; what is no path here stays as it is."""
+    """Return `path` as a path from the root; a text that is no path here stays unchanged."""
     expanded = os.path.expanduser(path)
     return os.path.realpath(expanded) if os.path.exists(expanded) else path
 
 
 def _names_demo(model: str) -> bool:
-    """Whether `model` is the name by which a server shows the demo, and nothing that lies here."""
+    """Return whether `model` is the demo's name, and no file or directory has this name."""
     return model == DEMO_NAME and not Path(model).exists()
 
 
 def _expands_demo(config: Config) -> bool:
-    """Whether `config` names a type of the weights, or rounds plain ones: the demo's own have 4 bits."""
+    """Return whether `config` names a type of the weights, or rounds plain weights: the demo's own weights have 4
+    bits."""
     return config.dtype != "auto" or config.quantization in ROUNDINGS
 
 
@@ -129,7 +129,7 @@ def _locate(model: str, trust_remote_code: bool, needs_weights: bool, use_models
 
 
 def _local_directory(model: str) -> Path | None:
-    """Return the directory `model`, None for a Hugging Face id. Raises ModelError if it can be neither."""
+    """Return the directory `model`, or None for a Hugging Face id. Raises ModelError if `model` is neither."""
     path = _expanded(model)
     if model and path.is_dir():
         return path.absolute()
@@ -142,7 +142,7 @@ def _local_directory(model: str) -> Path | None:
 
 
 def _expanded(model: str) -> Path:
-    """Return the path that `model` is, if it is one; a user whom nobody knows stays as typed."""
+    """Return `model` as a path; ~NAME of an unknown user stays as typed."""
     return Path(os.path.expanduser(model))
 
 
@@ -161,7 +161,7 @@ def _gguf_directory(path: Path) -> Path:
 
 
 def _require_gguf(path: Path) -> None:
-    """Raise ModelError, which names what the file is instead, unless it begins as a GGUF file."""
+    """Raise ModelError unless the file begins like a GGUF file; the message says what the file is instead."""
     try:
         instead = what_instead(path) if path.suffix == ".gguf" else ""
         with path.open("rb") as file:

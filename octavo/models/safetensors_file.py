@@ -1,19 +1,19 @@
-"""Whether a safetensors file is whole, as far as its length and its header tell: in a moment, without its tensors."""
+"""Whether a safetensors file is whole, by its length and its header alone: this is quick, and reads no tensor."""
 
 from pathlib import Path
 
 import msgspec
 
 LENGTH_BYTES = 8  # of the header's length, before it
-LARGEST_HEADER_BYTES = 100_000_000  # which the format allows
+LARGEST_HEADER_BYTES = 100_000_000  # the most that the format allows
 
 
 class _Tensor(msgspec.Struct):
-    data_offsets: tuple[int, int] = (0, 0)  # a note of other programs (`__metadata__`) has none
+    data_offsets: tuple[int, int] = (0, 0)  # `__metadata__`, a note of other programs, has none
 
 
 def damage(path: Path) -> str:
-    """Return what is wrong with a file and what to do, nothing if it seems whole. Raises OSError."""
+    """Return what is wrong with a file and what to do, or "" if it seems whole. Raises OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(LENGTH_BYTES), "little")

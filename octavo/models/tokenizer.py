@@ -20,15 +20,14 @@ LONGEST_CAUSE = 160  # characters
 
 
 def with_tokenizer_json(directory: Path, model: str, trust_remote_code: bool) -> Path:
-    """Return `directory` if it has tokenizer.json, else one in the cache that has, converted by transformers.
-
-    The tokenizers of older models, which came as code, are built by `older`. Raises ModelError if there is no
-    tokenizer at all, or none that can be converted.
+    """Return `directory` if it has tokenizer.json. Otherwise return a directory in the cache with a tokenizer.json
+    that transformers converted. `older` builds the tokenizers of older models, which came as code. Raises ModelError
+    if there is no tokenizer, or if it cannot be converted.
     """
     if (directory / "tokenizer.json").is_file():
         return directory
     sources = sorted({path for pattern in SOURCES for path in directory.glob(pattern)})
-    # One that is code may keep its vocabulary anywhere.
+    # A tokenizer that is code may keep its vocabulary in any file.
     is_code = trust_remote_code and "auto_map" in read_object(directory / "tokenizer_config.json")
     if not (sources or is_code or is_older(read_object(directory / "config.json"))):
         raise ModelError(
@@ -69,7 +68,7 @@ def _refusal(model: str, cause: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the beginning of what transformers says, which may go on for lines."""
+    """Return the beginning of a message of transformers, which can have many lines."""
     words = " ".join(text.split()).split(". ")[0].rstrip(".:")
     return words if len(words) <= LONGEST_CAUSE else f"{words[:LONGEST_CAUSE]}..."
 

@@ -140,7 +140,7 @@ def test_a_dataset_of_either_form_gives_the_question_before_the_answer(tmp_path:
     assert dataset.requests == [Request((system, hi), 5), Request(turns, 5)]
     assert dataset.problems == [
         f"{path}, entry 3: there is no user's message to answer",
-        f"{path}, entry 4: 'dog' is none of human, user, system, gpt, assistant",
+        f"{path}, entry 4: 'dog' is not one of human, user, system, gpt, assistant",
     ]
     with pytest.raises(CommandError, match=r"has no prompt that can be asked.*--endpoint chat"):
         read_dataset(path, "completions", 5)

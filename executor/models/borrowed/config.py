@@ -131,7 +131,7 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
     if isinstance(num_layers, int) and num_layers > MOST_LAYERS:
         _refuse(architecture, f"its configuration says {num_layers} layers, and {MOST_LAYERS} are the most")
     if config.dtype not in DTYPES:
-        _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
+        _refuse(architecture, f"its dtype {config.dtype} is not one of float32, bfloat16, float16")
 
 
 def _take_quantization(architecture: str, config: Any, directory: Path) -> tuple[str | None, Quantization | None]:

@@ -90,7 +90,7 @@ def read_encoder_config(directory: Path, architecture: str) -> EncoderConfig:
         _refuse(architecture, "encoders are read in plain types only")
     config.dtype = config.dtype or unsaid_dtype(directory)
     if config.dtype not in DTYPES:
-        _refuse(architecture, f"its dtype {config.dtype} is none of float32, bfloat16, float16")
+        _refuse(architecture, f"its dtype {config.dtype} is not one of float32, bfloat16, float16")
     model_class = getattr(transformers, MODEL_MAPPING_NAMES[config.model_type])
     try:
         with torch.device("meta"), no_init_weights():

@@ -32,7 +32,7 @@ SAMPLING = {
 def link_gguf(path: Path, directory: Path) -> None:
     """Make the new directory `directory`, in which the GGUF file `path` is linked, with an index of its tensors.
 
-    The decisions come first, so that what cannot be served is refused before anything is written. Raises ModelError,
+    The decisions come first: a file that cannot be served is refused before anything is written. Raises ModelError,
     which names what is unsupported or damaged.
     """
     file = GGUFFile(path)

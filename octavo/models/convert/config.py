@@ -80,7 +80,7 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     if file.get(f"{prefix}.dimension_count", int, head_dim) != head_dim:
         raise ModelError(f"{file.path} rotates only a part of each head, which is not supported as a GGUF file.")
     factor = file.get(f"{prefix}.scaling.factor", Positive, file.get(f"{prefix}.scale_linear", Positive, 1.0))
-    kind = file.get(f"{prefix}.scaling.type", str, "linear")  # as llama.cpp takes a factor without a type
+    kind = file.get(f"{prefix}.scaling.type", str, "linear")  # llama.cpp reads a factor without a type in this way
     if "rope_freqs.weight" in file.tensors:
         if kind != "none" and factor != 1:
             raise ModelError(

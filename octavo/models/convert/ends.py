@@ -1,4 +1,4 @@
-"""Which tokens end an answer: more than a GGUF file's eos says, which may be that of the training's texts alone."""
+"""Which tokens end an answer. A GGUF file's eos may only end the texts of its training, so other tokens count too."""
 
 import logging
 
@@ -8,7 +8,7 @@ from octavo.models.convert.metadata import GGUFFile
 logger = logging.getLogger(__name__)
 
 STATED = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
-# Tokens that end a turn or a text in whichever vocabulary has them; llama.cpp, too, goes by these names
+# Tokens that end a turn or a text in every vocabulary that has them. llama.cpp goes by these names too
 # (`special_eog_ids` in src/llama-vocab.cpp).
 NAMES = frozenset(
     {
@@ -23,8 +23,9 @@ NAMES = frozenset(
 def end_token_ids(file: GGUFFile, tokens: list[str], special_tokens: dict[str, str], control: list[str]) -> list[int]:
     """Return the ids of all tokens that end an answer, in order.
 
-    They are those that the file names, those whose text says it, and the control token that the chat template puts
-    behind an answer. `special_tokens` are what the template sees, `control` the texts of control tokens.
+    These are the tokens that the file names, the tokens whose text says so, and the control token that the chat
+    template puts behind an answer. `special_tokens` are the tokens that the template sees, `control` the texts of
+    control tokens.
     """
     stated = {token_id for name in STATED if (token_id := file.token_id(name)) is not None}
     end_of_turn = _end_of_turn(file, special_tokens, control)
@@ -44,7 +45,7 @@ def _end_of_turn(file: GGUFFile, special_tokens: dict[str, str], control: list[s
 
     try:
         template = ChatTemplate(file.get("tokenizer.chat_template", str), special_tokens)
-    except ValueError:  # the gateway says what is wrong with it
+    except ValueError:  # the gateway says what is wrong with the template
         return None
     try:
         return end_of_turn(template, control)

@@ -1,7 +1,7 @@
-"""A GGUF file's header, read by ggml's docs/gguf.md, every size compared with the file before anything of it is read.
+"""A GGUF file's header, read by ggml's docs/gguf.md, with every size compared with the file before anything is read.
 
-The file may be a stranger's. So the work is bounded whatever it announces: by the bytes that are there, by the longest
-header and by the most array elements that any vocabulary has.
+A stranger may have made the file. So the work is bounded whatever the file announces: by its length, by the longest
+header, and by the most array elements that a vocabulary has.
 """
 
 import itertools
@@ -31,7 +31,7 @@ LEAST_KEY_BYTES, LEAST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies. `shape` is a checkpoint's, outputs first; the file has it the other way round."""
+    """Where a tensor lies. `shape` is in the order of checkpoints, outputs first; the file has the opposite order."""
 
     name: str
     type: str  # as ggml calls it: Q4_K
@@ -42,7 +42,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that comes before the data. A string is bytes still: whoever needs it decodes it."""
+    """Everything before the data. Strings are still bytes: a caller decodes the strings that it needs."""
 
     values: dict[str, Any]
     tensors: dict[str, StoredTensor]
@@ -60,7 +60,7 @@ def read_header(path: Path) -> Header:
 
 
 class _HeaderReader:
-    """A position in a mapped file, which never goes beyond its end."""
+    """A position in a mapped file. It never goes beyond the end."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -196,7 +196,7 @@ class _HeaderReader:
 
 
 def _shortest_float(value: float) -> float:
-    """The number that was meant by a float32 which was widened: 9.999999747378752e-06 is 1e-05."""
+    """Return the number that a widened float32 stood for: 9.999999747378752e-06 is 1e-05."""
     import numpy as np
 
     return float(str(np.float32(value)))

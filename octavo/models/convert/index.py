@@ -7,17 +7,17 @@ from octavo.models.convert.metadata import GGUFFile
 from octavo.models.convert.weights import Weight
 from octavo.protocol.model_files.gguf_index import GGUF_TYPES, GGUFIndex, GGUFTensor
 
-# what to compute in, by the type of a plain embedding; quantized models were trained in bfloat16, mostly
+# the dtype of computation, by the type of a plain embedding; most quantized models were trained in bfloat16
 PLAIN_DTYPES = {"F32": "float32", "F16": "float16"}
 
 
 def computing_dtype(file: GGUFFile) -> str:
-    """The dtype for config.json: that of weights which are not quantized."""
+    """Return the dtype for config.json: the dtype of the weights that are not quantized."""
     return PLAIN_DTYPES.get(file.tensors["token_embd.weight"].type, "bfloat16")
 
 
 def build_index(file: GGUFFile, weights: list[Weight]) -> GGUFIndex:
-    """The index of `weights`. Raises ModelError if one has a type that cannot be run."""
+    """Return the index of `weights`. Raises ModelError if one has a type that cannot be run."""
     for weight in weights:
         if (kind := weight.source.type) not in GGUF_TYPES:
             raise ModelError(

@@ -1,7 +1,7 @@
-"""Every key of a GGUF file that changes text, ends or tensors is read, or refused by name where it would.
+"""Each key of a GGUF file that changes text, ends or tensors is read, or refused by name.
 
-The keys are those of ggml's docs/gguf.md and of llama.cpp (`LLM_KV_NAMES` in src/llama-arch.cpp). What stands in none
-of these tables is new, or somebody's own: the log names it.
+The keys are those of ggml's docs/gguf.md and of llama.cpp (`LLM_KV_NAMES` in src/llama-arch.cpp). A key in none of
+these tables is new, or of somebody's own making: the log names it.
 """
 
 import fnmatch
@@ -34,8 +34,8 @@ READ = {
     *("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token", "tokenizer.ggml.add_space_prefix"),
 }
 
-# The values with which a key changes nothing. With any other one the file is refused: its model computes, or its
-# vocabulary splits, in a way that is not known here.
+# The values with which a key changes nothing. With any other value the file is refused: its model computes in a way,
+# or its vocabulary splits text in a way, that is not known here.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "general.type": ("model",),
     "general.quantization_version": (2,),  # of the blocks that are read
@@ -44,7 +44,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "ARCH.attention.max_alibi_bias": (0,),
     "ARCH.attention.output_scale": (0, 1),
     "ARCH.attention.shared_kv_layers": (0,),
-    "ARCH.attention.sliding_window": (0,),  # and what is as long as the context
+    "ARCH.attention.sliding_window": (0,),  # and what is as long as the context, too
     "ARCH.attention.sliding_window_pattern": (0,),
     "ARCH.attention.temperature_length": (0,),
     "ARCH.attention.temperature_scale": (0,),
@@ -60,7 +60,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "ARCH.expert_shared_count": (0,),
     "ARCH.n_deepstack_layers": (0,),
     "ARCH.nextn_predict_layers": (0,),
-    "ARCH.pooling_type": (0,),  # others make an embedding of a text
+    "ARCH.pooling_type": (0,),  # the other values make a vector of a text
     "ARCH.swin_norm": (False,),
     "ARCH.use_parallel_residual": (False,),
     "ARCH.rope.dimension_sections": (),
@@ -75,14 +75,14 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tokenizer.ggml.normalizer.lowercase": (False,),
 }
 
-# Where a model comes from, what other programs or other kinds of models do with it, and what is said elsewhere too.
+# The origin of a model, settings of other programs and of other kinds of models, and what other keys say too.
 HARMLESS = (
     "general.*",
     *("split.no", "split.tensors.count", "imatrix.*", "quantize.*", "training.*"),
     *("ARCH.vocab_size", "ARCH.tensor_data_layout", "ARCH.rope.scaling.finetuned", "ARCH.attention.layer_norm_epsilon"),
     *("ARCH.attention.value_length", "ARCH.attention.scale"),  # checked below
     *("ARCH.leading_dense_block_count", "ARCH.expert_*", "ARCH.moe_*"),  # without experts
-    *("tokenizer.chat_templates", "tokenizer.chat_template.*"),  # the names of named ones; those are read
+    *("tokenizer.chat_templates", "tokenizer.chat_template.*"),  # the names of named templates, which are read
     *("tokenizer.huggingface.json", "tokenizer.rwkv.world", "tokenizer.ggml.added_tokens"),
     *("tokenizer.ggml.token_type_count", "tokenizer.ggml.mask_token_id", "tokenizer.ggml.cls_token_id"),
     "tokenizer.ggml.seperator_token_id",
@@ -90,7 +90,7 @@ HARMLESS = (
     *("tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.fim_suf_token_id", "tokenizer.ggml.fim_mid_token_id"),
     *("tokenizer.ggml.prefix_token_id", "tokenizer.ggml.suffix_token_id", "tokenizer.ggml.middle_token_id"),
 )
-# Of the recommended sampling, what no request can ask for here; the rest is read.
+# The parts of the recommended sampling that no request can ask for here. The other parts are read.
 NO_SAMPLING = (
     *("general.sampling.sequence", "general.sampling.penalty_last_n", "general.sampling.xtc_*"),
     "general.sampling.mirostat*",
@@ -99,7 +99,7 @@ LONGEST_SHOWN = 10  # keys, in one line of the log
 
 
 def check_keys(file: GGUFFile, head_dim: int) -> None:
-    """Raise ModelError for a key whose value means what is not done here; name in the log those without effect."""
+    """Raise ModelError for a key whose value asks for something unsupported. The log names keys without effect."""
     for key, allowed in NEUTRAL.items():
         name = _named(key, file)
         value = file.get(name, Any)

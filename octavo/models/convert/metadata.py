@@ -11,7 +11,7 @@ from octavo.models.convert.header import read_header
 
 logger = logging.getLogger(__name__)
 
-# What a value has to be: whoever wrote the file may have been a stranger.
+# The types that values must have: a stranger may have written the file.
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]
 
@@ -19,7 +19,7 @@ SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 class GGUFFile:
-    """A GGUF file's metadata by key and tensors by name. Raises ModelError if it is not a whole one."""
+    """A GGUF file's metadata by key and tensors by name. Raises ModelError if the file is not whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class GGUFFile:
         self.architecture: str = self.require("general.architecture", str)
 
     def get(self, key: str, kind: Any, default: Any = None) -> Any:
-        """The value of a metadata key, of the type `kind`. Raises ModelError if it is there and is none of those."""
+        """Return the value of a metadata key, of the type `kind`. Raises ModelError for a value of another type."""
         if key not in self._values:
             return default
         try:
@@ -57,7 +57,7 @@ class GGUFFile:
         """The id of a special token: bos, eos, unknown, padding, eot, eom, fim_pad, fim_rep, fim_sep.
 
         SentencePiece's vocabularies have bos, eos and unknown where Llama's has them, unless the file says otherwise.
-        An id that the vocabulary lacks counts as none, as for llama.cpp: files with such an id for padding are common.
+        An id outside the vocabulary counts as absent, as in llama.cpp: files with such an id for padding are common.
         """
         key = f"tokenizer.ggml.{name}_token_id"
         usual = SENTENCEPIECE_IDS.get(name) if self.get("tokenizer.ggml.model", str) == "llama" else None

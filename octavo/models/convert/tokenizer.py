@@ -1,7 +1,7 @@
 """A GGUF file's vocabulary as tokenizer.json.
 
-Byte-level BPE is built here, since a file only *names* how its vocabulary splits text (`tokenizer.ggml.pre`), and
-the wrong split degrades answers without an error: names that are not in SPLITS are refused. SentencePiece
+Byte-level BPE is built here. A file only *names* how its vocabulary splits text (`tokenizer.ggml.pre`), and a wrong
+split makes answers worse without an error. So a name that is not in SPLITS is refused. SentencePiece
 vocabularies are built by transformers, which recovers their merges.
 """
 
@@ -35,8 +35,8 @@ class Split(NamedTuple):
     normalize_nfc: bool = False
     digits_alone: bool = False  # one digit at a time, before anything else
     regex: str | None = None  # None is GPT-2's own
-    ignore_merges: bool = False  # a word that is a token is that token, however its merges run
-    add_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a word that is a token becomes that token, whatever the merges say
+    add_bos: bool = False  # for files that do not say it
 
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -155,10 +155,10 @@ def _pre_tokenizer(split: Split) -> "pre_tokenizers.PreTokenizer":
 def _sentencepiece(file: GGUFFile) -> "Tokenizer":
     from transformers import AutoTokenizer
 
-    token_types(file)  # of a damaged file transformers would say less
+    token_types(file)  # transformers would say less about a damaged file
     try:
         loaded = AutoTokenizer.from_pretrained(file.path.parent, gguf_file=file.path.name)
-    except Exception as error:  # whatever comes of a stranger's metadata, of which transformers checks a part
+    except Exception as error:  # metadata can be a stranger's, and transformers checks only a part of it
         cause = " ".join(str(error).split()) or type(error).__name__
         raise ModelError(f"{file.path} has a tokenizer (llama) that cannot be converted: {cause}.") from error
     tokenizer: Tokenizer = loaded.backend_tokenizer
@@ -169,7 +169,7 @@ def _sentencepiece(file: GGUFFile) -> "Tokenizer":
 
 
 def _take_space_prefix_out(tokenizer: "Tokenizer") -> None:
-    """Let no text begin with a space that it does not have: transformers puts one before every text."""
+    """Add no space before a text. transformers would put one before every text."""
     from tokenizers import decoders, pre_tokenizers
 
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="never", split=False)
@@ -212,7 +212,7 @@ def end_ids(file: GGUFFile) -> list[int]:
 
 
 def token_types(file: GGUFFile) -> list[int]:
-    """Each token's type. What ends an answer is a control token, also where the file calls it a word."""
+    """Each token's type. A token that ends an answer is a control token, even if the file calls it a word."""
     types, num_tokens = list(file.require("tokenizer.ggml.token_type", list[int])), len(_tokens(file))
     if len(types) != num_tokens:
         raise ModelError(f"{file.path} is damaged: it has {num_tokens} tokens, but types of {len(types)}.")

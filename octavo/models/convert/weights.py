@@ -35,7 +35,7 @@ NUM_BYTES_BF16 = 2
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor on its way: `name` and `shape` as in the checkpoint, `source` as it lies in `file`."""
+    """One tensor to convert: `name` and `shape` are the checkpoint's, `source` is its place in `file`."""
 
     name: str
     shape: tuple[int, ...]
@@ -76,7 +76,7 @@ def write_safetensors(path: Path, weights: list[Weight], title: str) -> None:
     header = _header(weights)
     num_bytes = sum(weight.num_bytes for weight in weights)
     if not sys.stderr.isatty():
-        print(f"{title} ({num_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)  # what the bar says to a person
+        print(f"{title} ({num_bytes / 1e6:.0f} MB)", file=sys.stderr, flush=True)  # the text of the progress bar
     with (
         path.open("wb") as file,
         tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True, disable=None) as progress,

@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates of the models of older guides, which came as Python code: built here, without it.
+"""Tokenizers and chat templates of models in older guides. These came as Python code, and are built here without it.
 
-Baichuan and ChatGLM have a SentencePiece model, the first Qwen and GLM-4 ranks in tiktoken's format. What their code
-does to text beyond that, and how it writes a chat, is the content of this package.
+Baichuan and ChatGLM have a SentencePiece model, the first Qwen and GLM-4 ranks in tiktoken's format. This package has
+what their code does to text beyond that, and how it writes a chat.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ FAMILIES: dict[str, Callable[[Path, str], BuiltTokenizer]] = {
     "ChatGLMModel": build_chatglm,
     "QWenLMHeadModel": build_qwen,
 }
-# what a tokenizer_config.json says for code that is not run
+# keys of tokenizer_config.json for code that is not run
 DROPPED = ("auto_map", "tokenizer_class", "added_tokens_decoder")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 NUM_QWEN_EXTRAS = 205
-CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>")  # "sop" and "eop" there: parts of many words
+CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>")  # not "sop": words have such parts
 CHATGLM3_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
 
 
@@ -27,7 +27,7 @@ class _AddedToken(msgspec.Struct):
 
 class BuiltTokenizer(NamedTuple):
     tokenizer: "Tokenizer"
-    special_tokens: dict[str, str]  # as tokenizer_config.json names them: eos_token, ...
+    special_tokens: dict[str, str]  # by the names of tokenizer_config.json: eos_token, ...
     stop_tokens: tuple[str, ...]  # each of them ends an answer
     chat_template: str | None  # None: the checkpoint's own, if it has one
 
@@ -36,7 +36,7 @@ class BuiltTokenizer(NamedTuple):
 
 
 def build_qwen(directory: Path, model: str) -> BuiltTokenizer:
-    """Return the first Qwen's: ranks, then its control tokens, on text in the normal form C."""
+    """Return the first Qwen's tokenizer: ranks, then its control tokens, on text in the normal form C."""
     paths = sorted(directory.glob("*.tiktoken"))
     ranks = read_ranks(paths[0] if paths else directory / "qwen.tiktoken")
     names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(NUM_QWEN_EXTRAS))]
@@ -55,7 +55,7 @@ def build_qwen(directory: Path, model: str) -> BuiltTokenizer:
 
 
 def build_chatglm(directory: Path, model: str) -> BuiltTokenizer:
-    """Return that of ChatGLM2, ChatGLM3 or, where the file is tiktoken's, of GLM-4."""
+    """Return the tokenizer of ChatGLM2, of ChatGLM3 or, if the file is tiktoken's, of GLM-4."""
     path = directory / "tokenizer.model"
     if path.is_file() and has_ranks(path):
         return _build_glm4(directory)
@@ -74,7 +74,7 @@ def build_chatglm(directory: Path, model: str) -> BuiltTokenizer:
 
 
 def build_baichuan(directory: Path, model: str) -> BuiltTokenizer:
-    """Return Baichuan's: the roles of a chat are reserved pieces, whose ids generation_config.json names."""
+    """Return Baichuan's tokenizer. The roles of a chat are reserved pieces, whose ids generation_config.json names."""
     pieces = read_sentencepiece(directory / "tokenizer.model")
     reserved = [text for text in pieces.of_type(PieceType.USER_DEFINED) if text.startswith("<reserved_")]
     tokenizer = build_bpe(pieces, reserved)
@@ -91,7 +91,7 @@ def build_baichuan(directory: Path, model: str) -> BuiltTokenizer:
 
 
 def _build_glm4(directory: Path) -> BuiltTokenizer:
-    """Return GLM-4's: its control tokens are those of tokenizer_config.json."""
+    """Return GLM-4's tokenizer. Its control tokens are in tokenizer_config.json."""
     config = read_object(directory / "tokenizer_config.json")
     try:
         added = msgspec.convert(config.get("added_tokens_decoder") or {}, dict[int, _AddedToken], strict=False)
@@ -110,7 +110,7 @@ def _build_glm4(directory: Path) -> BuiltTokenizer:
 
 
 def _is_chatglm3(directory: Path, model: str) -> bool:
-    """Whether the checkpoint is ChatGLM3 and not ChatGLM2: it is called so, or speaks of its role tokens."""
+    """Return whether the checkpoint is ChatGLM3 and not ChatGLM2: its name says so, or it has the role tokens."""
     names = ("config.json", "tokenizer_config.json", "tokenization_chatglm.py")
     texts = [(directory / name).read_text(errors="replace") for name in names if (directory / name).is_file()]
     return any("chatglm3" in text.lower() or "<|user|>" in text for text in [model, *texts])

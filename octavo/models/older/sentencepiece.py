@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """What a `.model` file says, as far as encoding depends on it; a piece's id is its place."""
+    """The part of a `.model` file on which encoding depends. A piece's id is its place."""
 
     pieces: list[Piece]
     unk_piece: str
@@ -60,9 +60,8 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
 
 
 def build_bpe(model: SentencePieceModel, special_tokens: Sequence[str] = ()) -> "Tokenizer":
-    """Return a tokenizer that encodes as `SentencePieceProcessor.encode` does what lies between special tokens.
-
-    Special are the model's control pieces and `special_tokens`; those that the model lacks follow its pieces.
+    """Return a tokenizer. It encodes text between special tokens as `SentencePieceProcessor.encode` does. The model's
+    control pieces and `special_tokens` are special; a special token that the model lacks follows its pieces.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -1,4 +1,5 @@
-"""How the older models' own code writes a chat, as Jinja. Block tags swallow the newline after them; none is here."""
+"""How the older models' own code writes a chat, as Jinja. Block tags swallow the newline after them, so no newline
+follows a tag here."""
 
 from string import Template
 

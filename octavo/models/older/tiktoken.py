@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHARACTERS = {encoded[0]: character for character, encoded in BYTES_OF_CHARACTERS.items()}
-LONGEST_TOKEN = 4096  # bytes; those of models have some hundred, and cuts take time that grows with their square
+LONGEST_TOKEN = 4096  # bytes; models have some hundred, and the time for cuts grows with the square
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -31,7 +31,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def has_ranks(path: Path) -> bool:
-    """Whether the file has tiktoken's format, by its first line."""
+    """Return whether the file has tiktoken's format, by its first line."""
     with path.open("rb") as file:
         first = file.readline(1000).split()
     return len(first) == 2 and first[1].isdigit()
@@ -42,8 +42,8 @@ def build_byte_level(
 ) -> "Tokenizer":
     """Return the tokenizer that splits text by the regular expression `split` and merges by rank.
 
-    A merge may be any two tokens that are a third one together: tiktoken takes the pair of the lowest rank, however
-    it was come by.
+    Any two tokens that make a third token together are a merge: tiktoken takes the pair of the lowest rank, whatever
+    the pair was made of.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

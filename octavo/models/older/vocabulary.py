@@ -1,4 +1,4 @@
-"""What the files of SentencePiece and tiktoken have in common: they must be there, and leave the merges out."""
+"""What the files of SentencePiece and tiktoken have in common: they are required, and they leave out the merges."""
 
 from collections.abc import Mapping
 from pathlib import Path
