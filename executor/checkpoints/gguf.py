@@ -33,7 +33,7 @@ class GGUFWeights:
         self._bytes = np.memmap(self._path, mode="r")
 
     def check(self, needed: set[str], unneeded: set[str]) -> None:
-        """See `models.weights.Source`. The resolver refused a file with what the model does not need."""
+        """See `models.weights.Source`. The resolver refused a file with tensors that the model does not need."""
         if missing := sorted(needed - self._tensors.keys()):
             raise ValueError(f"the index of {self._path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 

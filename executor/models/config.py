@@ -21,7 +21,7 @@ from octavo.protocol.model_files.bounded import read_bounded
 
 logger = logging.getLogger(__name__)
 
-# What a tensor can have along a dimension, and more layers than any model: beyond, a file is damaged or a trap.
+# More than any tensor has along a dimension, and more layers than any model. A file with more is damaged or a trap.
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 NumLayers = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
 FORM_HINT = (
@@ -89,7 +89,7 @@ class ModelConfig:
 
     @property
     def default_max_model_len(self) -> int:
-        """Return the longest sequence, in tokens, for which nothing has to be asked for."""
+        """Return the longest sequence, in tokens, that is served unless the settings ask for more."""
         return max(self.max_position_embeddings, self.rope.stretched_tokens if self.rope.rope_type == "yarn" else 0)
 
     @property
@@ -117,7 +117,7 @@ class _Architectures(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """config.json as it is written by transformers 4 and 5; unknown keys are transformers' own business."""
+    """config.json as transformers 4 and 5 write it. Keys that are not listed have no effect here."""
 
     architectures: list[str]
     vocab_size: Size
@@ -236,7 +236,7 @@ def _check_heads(config: ModelConfig) -> None:
 
 
 def unsaid_dtype(directory: Path) -> torch.dtype:
-    """Return the type of a checkpoint whose config.json says none: that of its weights, as far as they are here."""
+    """Return the type of a checkpoint whose config.json names none: the type of the weights that are here."""
     if (stored := stored_dtype(directory)) is not None:
         return stored
     logger.warning("%s says no dtype, and no weights are here that do: float32 is assumed", directory / "config.json")
@@ -274,7 +274,7 @@ def _rope(checkpoint: _Checkpoint, path: Path) -> Rope:
 
 
 def _sliding_windows(row: Architecture, checkpoint: _Checkpoint) -> tuple[int | None, ...]:
-    """Return each layer's window; a checkpoint may name one that its architecture does not use."""
+    """Return each layer's window. A checkpoint may name a window that its architecture does not use."""
     num_layers = checkpoint.num_hidden_layers
     slides = [row.sliding_window == "all"] * num_layers
     if row.sliding_window == "layer_types":

@@ -29,7 +29,7 @@ class ModelDescription(Protocol):
 
     @property
     def default_max_model_len(self) -> int:
-        """The longest sequence, in tokens, for which nothing has to be asked for."""
+        """The longest sequence, in tokens, that is served unless the settings ask for more."""
 
     @property
     def longest_sequence_tokens(self) -> int:
@@ -44,7 +44,7 @@ class ModelDescription(Protocol):
         """Each layer's (num_kv_heads, key_head_size, value_head_size), of the whole model."""
 
     def frequencies(self, max_model_len: int) -> str:
-        """Return as text, equal where they are, the rotary frequencies that depend on `max_model_len`."""
+        """Return the rotary frequencies that depend on `max_model_len`, as text: equal frequencies give equal text."""
 
 
 class Model(Protocol):
@@ -77,7 +77,7 @@ class LoadedModel(Model, Protocol):
 
     @property
     def products(self) -> list[PackedLinear]:
-        """What the backend made of weights, each once."""
+        """The backend's forms of the weights, each once."""
 
     def watch_layers(self, count_layers: Callable[[int], object]) -> None:
         """Call `count_layers` in each forward pass with the number of layers that were just done."""

@@ -16,9 +16,8 @@ LAYERS = "model.layers."  # ours
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renaming:
-    """How an architecture names what the decoder asks for: ours to theirs, of modules.
-
-    Several of ours with one of theirs are stacked there, the first on top, in the order in which they stand here.
+    """An architecture's names of modules, by our names. Several of our modules with one name of theirs are stacked
+    there, in the order of this mapping, the first on top.
     """
 
     layers: str = LAYERS

@@ -64,7 +64,7 @@ class Rope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def without_effect(parameters: Mapping[str, Any]) -> str:
-    """Return which of a checkpoint's rotary parameters have no effect, as a sentence; nothing if all have one.
+    """Return, as a sentence, which of a checkpoint's rotary parameters have no effect; "" if all have an effect.
 
     Those of one layer type may stand in an object of their own.
     """
@@ -170,7 +170,7 @@ FREQUENCIES: dict[str, Callable[[Rope, int, int], tuple[Tensor, float]]] = {
     "yarn": _yarn,
     "llama3": _llama3,
 }
-# What each type reads beside ANY, by transformers' `modeling_rope_utils`; of others it is not known here.
+# The keys that each type reads beside ANY, by transformers' `modeling_rope_utils`. Other types are not known here.
 USED = {
     "default": (),
     "linear": ("factor",),

@@ -24,7 +24,7 @@ class Quantization:
     bits: int | None = None  # None where each tensor has its own type, or is dequantized
     group_size: int | None = None  # inputs that share a scale; None: all of a row
     zero_shift: int = 0  # added to a stored zero point
-    has_zero_points: bool = False  # other than the middle code, by what the tool says of itself
+    has_zero_points: bool = False  # other than the middle code, if the tool's own settings say so
     block_shape: tuple[int, int] | None = None  # fp8: outputs and inputs that share a scale
 
 
@@ -90,8 +90,8 @@ def read_quantization(directory: Path, written: dict[str, Any] | None) -> Quanti
 def choose_rounding(requested: str, found: Quantization | None) -> int | None:
     """Return the bits to which plain weights are to be rounded at load, or None.
 
-    `requested` is `Config.quantization`: a rounding, or the name of what the checkpoint is expected to be. Raises
-    ValueError if that is not what it is.
+    `requested` is `Config.quantization`: a rounding, or the name of the method that the checkpoint is expected to
+    have. Raises ValueError if the checkpoint has another.
     """
     stored = f"quantized with {found.method}" if found else "not quantized"
     if requested in ROUNDINGS:

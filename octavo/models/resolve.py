@@ -41,10 +41,10 @@ def resolve_model(
 ) -> ResolvedModel:
     """Return the local directory of `model`; download and convert what is not there yet.
 
-    `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope, or
-    None or its name for the demo: its 4-bit GGUF file or, if `expands_demo`, the same weights in bfloat16. The directory
-    has config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors or a
-    linked GGUF file. Raises ModelError; its message says in one paragraph what is wrong and what to do.
+    `model` is a directory, a `.gguf` file, an id of the Hugging Face hub or, with `use_modelscope`, of ModelScope. None
+    is the demo, and so is its name: its 4-bit GGUF file or, if `expands_demo`, the same weights in bfloat16. The
+    directory has config.json, tokenizer.json and, unless `needs_weights` is False (`--load-format dummy`), safetensors
+    or a linked GGUF file. Raises ModelError; its message says in one paragraph what is wrong and what to do.
     """
     if model is None or _names_demo(model):
         return ResolvedModel(expanded_demo() if expands_demo else _gguf_directory(demo_gguf()), DEMO_NAME)

@@ -177,7 +177,7 @@ def test_a_dataset_is_asked_in_its_order_and_what_is_wrong_in_it_is_named(
         (("--max-concurrency", 2, "--request-rate", 2), "two ways to send requests"),
         (("--num-prefixes", 2), "--num-prefixes needs --random-prefix-len"),
         (("--random-input-len", "0"), "of 1 or more"),
-        (("--random-output-len", "many"), "none of 128, 64-256"),
+        (("--random-output-len", "many"), "not one of 128, 64-256"),
         (("--goodput", "first:3"), "'first:3' is not one of ttft, tpot, e2el"),
         (("--dataset-path", "x", "--random-input-len", 3), "--random-input-len is for random prompts"),
         (("--dataset", "x", "--prefix-len", 3), "--random-prefix-len is for random prompts"),

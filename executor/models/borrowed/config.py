@@ -30,7 +30,7 @@ AUTO_CLASS = "AutoModelForCausalLM"
 WIDENED = {"mxfp4": transformers.Mxfp4Config(dequantize=True)}
 READ_METHODS = ("awq", "gptq", "fp8", "compressed-tensors")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# What modelling code raises where it is not made for what is asked of it here.
+# What modelling code raises when it is used in a way for which it was not made.
 FAILURES = (
     *(RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError),
     ArithmeticError,  # divisions by a size of zero
@@ -135,7 +135,8 @@ def _refuse_unsupported(architecture: str, config: Any) -> None:
 
 
 def _take_quantization(architecture: str, config: Any, directory: Path) -> tuple[str | None, Quantization | None]:
-    """Return what transformers widens and what is read here; the latter is taken out of the configuration."""
+    """Return which form transformers widens, and which quantization is read here; the configuration then lacks the
+    latter."""
     written = getattr(config, "quantization_config", None)
     if written and written.get("quant_method") in WIDENED:
         return written["quant_method"], None
@@ -230,7 +231,7 @@ def _build(model_class: Any, config: Any, device: str | torch.device, dtype: tor
 
 
 def _experts(device: str | torch.device) -> str | None:
-    """Return how experts are computed: on the meta device in the one way that asks for no values."""
+    """Return how experts are computed: on the meta device in the only way that reads no values."""
     return "batched_mm" if str(device) == "meta" else None
 
 

@@ -111,8 +111,8 @@ class _GivenHidden(nn.Module):
 def pack_products(model: Any, current: CurrentStep, *, rounded_bits: int | None, progress: Callable[[], None]) -> None:
     """Replace the linear layers of a causal model by packed ones, each letting go of its raw weight.
 
-    Only modules whose forward is the plain product are replaced; the head's result is float32. Weights are
-    rounded to `rounded_bits`, if there are any, but for the head's and those that choose experts. `progress` is called
+    Only modules whose forward is the plain product are replaced; the head's result is float32. Weights are rounded to
+    `rounded_bits`, if it is set, except the head's and those that choose experts. `progress` is called
     after each layer.
     """
     head = model.get_output_embeddings()
@@ -155,7 +155,8 @@ def _rounded(path: str, weight_NK: Tensor, bits: int) -> Tensor | GroupwiseWeigh
 
 
 def may_choose_experts(path: str, num_outputs: int) -> bool:
-    """Return whether a linear layer, by its path and size, may be what rounding could most easily mislead."""
+    """Return whether a linear layer may choose experts, by its path and size: rounding would harm such a layer
+    most."""
     return num_outputs < FEWEST_ROUNDED_OUTPUTS or not ROUTERS.isdisjoint(path.split("."))
 
 
@@ -168,7 +169,7 @@ def is_product(module: nn.Module) -> bool:
 
 
 def _with_module(model: nn.Module, path: list[str], replacement: nn.Module) -> Any:
-    """Return a copy of `model` that shares all with it but the module at `path`."""
+    """Return a copy of `model` that shares everything with it except the module at `path`."""
     copied = copy.copy(model)
     copied._modules = dict(model._modules)
     name, *rest = path

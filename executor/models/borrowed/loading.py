@@ -115,7 +115,7 @@ def _read_plain(plan: LoadPlan, config: BorrowedConfig, current: CurrentStep) ->
         widening = {"quantization_config": WIDENED[config.widened_from]}
     if not are_torchs:
         return _from_pretrained(plan, config, plan.directory, **widening)
-    with Checkpoint(plan.directory) as checkpoint:  # which takes nothing but tensors from a pickle
+    with Checkpoint(plan.directory) as checkpoint:  # takes nothing but tensors from a pickle
         stored = {name: StoredTensor(checkpoint, name) for name in checkpoint.names()}
         return _from_pretrained(plan, config, None, state_dict=stored, **widening)
 
@@ -167,7 +167,8 @@ def _refuse_misfits(directory: Path, found: Any) -> None:
 
 
 def _warn_of_untied_head(directory: Path, causal_model: Any) -> None:
-    """Say it if the checkpoint has a head of its own where config.json ties it: transformers took it, silently here."""
+    """Warn if the checkpoint has a head of its own where config.json ties the head: transformers uses it without a
+    word."""
     embedding, head = causal_model.get_input_embeddings(), causal_model.get_output_embeddings()
     if causal_model.config.tie_word_embeddings and head is not None and head.weight is not embedding.weight:
         logger.warning(

@@ -26,7 +26,7 @@ def make_rotary_static(model: nn.Module, max_model_len: int) -> None:
 
 
 def rotary_frequencies(model: nn.Module, max_model_len: int) -> str:
-    """Return which frequencies the model has at `max_model_len`, as text: equal where they are."""
+    """Return the model's frequencies at `max_model_len`, as text: equal frequencies give equal text."""
     frequencies = []
     for module in _rotary_modules(model):
         types = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
