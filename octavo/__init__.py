@@ -10,9 +10,18 @@ if TYPE_CHECKING:
     from octavo.python.async_llm import AsyncLLM
     from octavo.python.llm import LLM
     from octavo.python.outputs import CompletionOutput, Logprob, RequestOutput
-    from octavo.python.sampling_params import SamplingParams
+    from octavo.python.sampling_params import SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 MODULES = {
     "LLM": "octavo.python.llm",
@@ -21,6 +30,7 @@ MODULES = {
     "Logprob": "octavo.python.outputs",
     "RequestOutput": "octavo.python.outputs",
     "SamplingParams": "octavo.python.sampling_params",
+    "StructuredOutputsParams": "octavo.python.sampling_params",
 }
 
 

@@ -30,7 +30,7 @@ ROOMS_MAY_IMPORT = {
     "gateway/asking": {"text", "link", "parsing"},
     "gateway/openai": {"text", "asking", "parsing"},
     "gateway/measuring": {"text", "link"},
-    "gateway/reading": {"asking"},
+    "gateway/reading": {"text", "asking"},
     "gateway/http": {"text", "link", "parsing", "asking", "openai", "measuring", "reading"},
     "executor/machine": set(),
     "executor/quantization": set(),

@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from octavo.protocol.grammars import PARSER_LIMITS
+from octavo.protocol.grammars import PARSER_LIMITS, shown_reason
 from octavo.protocol.messages import SequenceInit, unpack_ids
 from octavo.protocol.model_files.bounded import read_bounded
 
@@ -66,7 +66,7 @@ class Grammars:
                 return kept.deep_copy()
         built = LLMatcher(self._read_tokenizer(), grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if built.is_error():
-            raise GrammarError(f"the grammar does not compile: {first_line(built.get_error())}")
+            raise GrammarError(f"the grammar does not compile: {shown_reason(built.get_error())}")
         with self._keeping:
             self._compiled[grammar] = built
             if len(self._compiled) > NUM_KEPT:
@@ -79,7 +79,7 @@ class Grammars:
                 try:
                     self._tokenizer = LLTokenizer(read_bounded(self._directory / "tokenizer.json").decode())
                 except (OSError, ValueError) as error:
-                    reason = f"the tokenizer of this model cannot be used for grammars: {first_line(str(error))}"
+                    reason = f"the tokenizer of this model cannot be used for grammars: {shown_reason(str(error))}"
                     raise GrammarError(reason) from None
                 self.tokenizer_ends = [each for each in self._tokenizer.eos_tokens if each < self.vocab_size]
             return self._tokenizer
@@ -141,7 +141,7 @@ class Matcher:
         except GrammarError as error:
             self.error = str(error)
         except Exception as error:
-            self.error = f"the grammar failed: {first_line(str(error))}"
+            self.error = f"the grammar failed: {shown_reason(str(error))}"
         return None
 
     def _mask(self, num_tokens: int) -> np.ndarray:
@@ -193,8 +193,4 @@ def _without(allowed_W: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    return first_line(matcher.get_error()) or matcher.stop_reason()
-
-
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:500]
+    return shown_reason(matcher.get_error()) or matcher.stop_reason()

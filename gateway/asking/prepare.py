@@ -11,6 +11,7 @@ from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, 
 from octavo.gateway.link.engine import EncodedPrompt, GenerationRequest
 from octavo.gateway.parsing.parts import Splitter
 from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.grammar import Grammar
 from octavo.gateway.text.steps import Steps
 from octavo.gateway.text.text_cuts import SLICE_CHARACTERS
 from octavo.protocol.messages import excess_of_prompt_logprobs
@@ -24,6 +25,7 @@ class Prepared:
     prompts: list[PreparedPrompt]
     requests: list[GenerationRequest]
     splitters: list[Splitter]
+    grammar: Grammar | None = None  # that the requests follow; whether it can be used is not known yet
 
 
 def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "") -> Steps[Prepared]:
@@ -49,7 +51,7 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
             yield
     splitters = [new_splitter(asked, model, prompt.token_ids) for prompt in prompts for _ in range(asked.n)]
     shown = shown_token_ids(asked, model)
-    return Prepared(prompts, _requests(asked, prompts, samplings, shown, request_id, tenant), splitters)
+    return Prepared(prompts, _requests(asked, prompts, samplings, shown, request_id, tenant), splitters, asked.grammar)
 
 
 def prepare_prompts(asked: Asked, model: ServedModel) -> Steps[list[PreparedPrompt]]:

@@ -24,6 +24,7 @@ from octavo.gateway.http.service import Service
 from octavo.gateway.link.engine import Engine, scheduler_addresses, scheduler_clients
 from octavo.gateway.measuring.engine_metrics import EngineCollector
 from octavo.gateway.measuring.metrics import Metrics, watch_loop
+from octavo.gateway.reading.grammar_checks import GrammarChecks
 from octavo.gateway.reading.long_bodies import LongBodies
 from octavo.gateway.text.model_files import read_model_files
 from octavo.protocol.config import Config
@@ -92,6 +93,7 @@ def _lifespan(
             # Requests that arrive earlier wait in the listener's queue, so that a new replica refuses no request.
             await engine.first_answer(FIRST_ANSWER_S)
             encodings, long_bodies = Encodings(), LongBodies(config, names)
+            grammar_checks = GrammarChecks(files.directory)
             bodies = Bodies(config.max_held_body_bytes, body_times)
             service = Service(
                 model_names=names,
@@ -104,11 +106,13 @@ def _lifespan(
                 bodies=bodies,
                 encodings=encodings,
                 long_bodies=long_bodies,
+                grammar_checks=grammar_checks,
             )
             yield {"service": service, "description": description}
             watching.cancel()
             metrics.registry.unregister(reports)
         await long_bodies.close()
+        grammar_checks.close()
         encodings.close()
 
     return lifespan

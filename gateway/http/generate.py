@@ -67,6 +67,8 @@ async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arriva
     model, ready = service.model_name(body.model), service.ready()
     response_id = new_response_id(door.id_prefix)
     prepared = await service.encodings.run(prepare(asked, service.model(ready), response_id, arrival.tenant))
+    if prepared.grammar is not None:
+        await service.grammar_checks.check_aside(prepared.grammar)
     body.forget_prompt()
     arrival.place.give_back()
     observe = partial(observers, service.metrics, arrival.arrived_s)

@@ -11,7 +11,7 @@ from octavo.gateway.http.auth import PUBLIC_PATHS
 from octavo.gateway.http.endpoint import JSON, Endpoint
 from octavo.gateway.http.errors import ErrorAnswer
 from octavo.gateway.openai.fields import meaning
-from octavo.gateway.openai.types import neutral_values
+from octavo.gateway.openai.neutral import neutral_values
 
 SCHEMAS = "#/components/schemas/{name}"
 ERRORS = {

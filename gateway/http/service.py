@@ -17,6 +17,7 @@ from octavo.gateway.http.sse import wait_for_disconnect
 from octavo.gateway.link.engine import Engine
 from octavo.gateway.measuring.metrics import Metrics
 from octavo.gateway.parsing.formats import Formats
+from octavo.gateway.reading.grammar_checks import GrammarChecks
 from octavo.gateway.reading.long_bodies import LongBodies
 from octavo.gateway.request_error import RequestError, unavailable
 from octavo.gateway.text.model_files import ModelFiles
@@ -35,6 +36,7 @@ class Service:
     bodies: Bodies
     encodings: Encodings
     long_bodies: LongBodies
+    grammar_checks: GrammarChecks
 
     def model_name(self, asked: str | None) -> str:
         """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""

@@ -8,6 +8,7 @@ from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import chat_logprobs
+from octavo.gateway.openai.neutral import refuse_unsupported
 from octavo.gateway.openai.responses import (
     CalledFunction,
     ChatAnswer,
@@ -21,8 +22,9 @@ from octavo.gateway.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.tools import asked_tools, shown_call, shown_tools, usable_tools
-from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, refuse_unsupported, wanted_tokens
+from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part, Reasoning, ToolCall
 from octavo.gateway.request_error import RequestError, unsupported
 from octavo.gateway.text.delta import TokenLogprob
@@ -49,6 +51,11 @@ def ask_chat(body: ChatRequest) -> Asked:
     asked_for = asked_tools(tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
     if asked_for and asked_for.must_call:
         raise unsupported("tool_choice", "tool_choice required, or one tool,")
+    grammar = asked_grammar(body)
+    if grammar is not None and asked_for is not None:
+        name = grammar.param.partition(".")[0]
+        reason = f"{name} and tools exclude each other: set tool_choice to none, or ask for either"
+        raise RequestError(reason, param=name, code="unsupported_value")
     return Asked(
         prompts=map(chat_prompt, [body]),
         sampling=asked_sampling(body, max_tokens=max_tokens, num_logprobs=num_logprobs),
@@ -57,6 +64,7 @@ def ask_chat(body: ChatRequest) -> Asked:
         cache_salt=body.cache_salt or "",
         divides=True,
         tools=asked_for,
+        grammar=grammar,
     )
 
 

@@ -9,6 +9,7 @@ from octavo.gateway.asking.events import Answer, Event
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
 from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined
 from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part
 from octavo.gateway.request_error import RequestError
@@ -37,6 +38,7 @@ def ask_completion(body: CompletionRequest) -> Asked:
         names=FieldNames(max_tokens=asked_by),
         cache_salt=body.cache_salt or "",
         keeps_text=bool(body.echo),
+        grammar=asked_grammar(body),
     )
 
 

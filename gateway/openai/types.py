@@ -3,16 +3,24 @@
 The fields have types and ranges, so that decoding a body checks it. Null in an optional field is the same as no field.
 """
 
-import typing
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
+from octavo.gateway.openai.neutral import (
+    OnlyNeutral,
+    Unsupported,
+    UnsupportedList,
+    UnsupportedObject,
+    UnsupportedSwitch,
+    UnsupportedText,
+    refuse_unsupported,
+)
+from octavo.gateway.openai.structured import Choices, GrammarText, ResponseFormat, SchemaOrText, StructuredOutputs
 from octavo.gateway.openai.tools import MessageToolCall, ToolChoice, Tools
-from octavo.gateway.request_error import RequestError, unsupported
+from octavo.gateway.request_error import RequestError
 
 MAX_CHOICES = 1024  # prompts x n of one request
 MAX_LOGPROBS = 20
@@ -25,23 +33,6 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 StopString = Annotated[str, Meta(max_length=1024)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-
-
-class OnlyNeutral:
-    """Marks a field that is not implemented. Null and these values are accepted, because they ask for nothing.
-
-    Marks compare by identity: `typing` would keep one Annotated for equal marks, and 0 equals False.
-    """
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-
-Unsupported = Annotated[Any, OnlyNeutral()]
-UnsupportedSwitch = Annotated[Any, OnlyNeutral(False)]
-UnsupportedList = Annotated[Any, OnlyNeutral([])]
-UnsupportedText = Annotated[Any, OnlyNeutral("")]
-UnsupportedObject = Annotated[Any, OnlyNeutral({})]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -90,6 +81,13 @@ class CommonRequest(ModelRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+
     # Advisory: these fields are for the caller's own records and do not change what is generated.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -103,12 +101,6 @@ class CommonRequest(ModelRequest, kw_only=True):
 
     prompt_logprobs: Unsupported = None
     priority: Annotated[Any, OnlyNeutral(0)] = None
-    response_format: Annotated[Any, OnlyNeutral({"type": "text"})] = None
-    structured_outputs: Unsupported = None
-    guided_json: Unsupported = None
-    guided_regex: Unsupported = None
-    guided_choice: Unsupported = None
-    guided_grammar: Unsupported = None
     bad_words: UnsupportedList = None
     allowed_token_ids: Unsupported = None
     logprob_token_ids: Unsupported = None
@@ -268,33 +260,6 @@ def _tool_without_nulls(tool: Any) -> Any:
     if isinstance(fields, dict) and "function" in fields:
         fields["function"] = without_nulls(fields["function"])
     return fields
-
-
-@cache
-def neutral_values(kind: type[msgspec.Struct]) -> dict[str, tuple[Any, ...]]:
-    """Return the fields that are not implemented, with the values that ask for nothing."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    return {
-        name: mark.values
-        for name, hint in hints.items()
-        for mark in getattr(hint, "__metadata__", ())
-        if isinstance(mark, OnlyNeutral)
-    }
-
-
-def refuse_unsupported(struct: msgspec.Struct, path: str = "") -> None:
-    """Raise RequestError if a field that is not implemented asks for something."""
-    for name, neutral in neutral_values(type(struct)).items():
-        value = getattr(struct, name)
-        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
-            raise unsupported(path + name, f"{path}{name}{_shown(value)}")
-
-
-def _shown(value: Any) -> str:
-    """Return the value as an error message shows it, or "" if the value is long."""
-    if isinstance(value, dict) and isinstance(value.get("type"), str):
-        return f" of type {value['type'][:40]!r}"
-    return f" {value!r}" if isinstance(value, str | int | float) and len(repr(value)) < 40 else ""
 
 
 def check_common(request: CommonRequest) -> None:

@@ -256,6 +256,7 @@ class LocalEngine:
             self._require_open()
         self._require_open()
         self._preparation = Preparation(self.files, ready, self.config.seed)
+        self._resources.callback(self._preparation.close)
 
     def _answers_http(self) -> bool:
         return not self._serves_http or is_healthy(self.config)

@@ -28,8 +28,10 @@ from octavo.gateway.openai.answers import asked_sampling
 from octavo.gateway.openai.chat import chat_prompt, check_chat
 from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
 from octavo.gateway.openai.invalid_field import invalid_field
+from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.types import ChatRequest, without_nulls
 from octavo.gateway.parsing.formats import Formats
+from octavo.gateway.reading.grammar_checks import GrammarChecks
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.model_files import ModelFiles
 from octavo.gateway.text.steps import finished
@@ -66,6 +68,11 @@ class Preparation:
         seeds = random.SystemRandom() if seed is None else random.Random(seed)
         self._model = ServedModel(files, ready, lambda: seeds.getrandbits(64), Formats())
         self._numbers = itertools.count()
+        self._grammar_checks = GrammarChecks(files.directory)
+
+    def close(self) -> None:
+        """End the processes that check grammars."""
+        self._grammar_checks.close()
 
     def of_prompt(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> PreparedRequest:
         """Return the request for a prompt. Raises ValueError or TypeError if the prompt is wrong."""
@@ -113,10 +120,17 @@ class Preparation:
     ) -> PreparedRequest:
         number = str(next(self._numbers))
         asked = Asked(
-            prompts=[prompt], sampling=_sampling(params), n=params.request.n or 1, names=names, keeps_text=True
+            prompts=[prompt],
+            sampling=_sampling(params),
+            n=params.request.n or 1,
+            names=names,
+            keeps_text=True,
+            grammar=asked_grammar(params.request),
         )
         with _as_value_error():
             prepared = finished(prepare(asked, self._model, number))
+            if prepared.grammar is not None:
+                self._grammar_checks.check(prepared.grammar)
         [only] = prepared.prompts
         return PreparedRequest(request_id or number, only.text, only.token_ids, prepared.requests)
 

@@ -11,9 +11,13 @@ from msgspec import Meta
 
 from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
 from octavo.gateway.openai.invalid_field import invalid_field
-from octavo.gateway.openai.types import MAX_LOGPROBS, CompletionRequest, OnlyNeutral, check_common
+from octavo.gateway.openai.neutral import OnlyNeutral
+from octavo.gateway.openai.structured import StructuredOutputs, asked_grammar
+from octavo.gateway.openai.types import MAX_LOGPROBS, CompletionRequest, check_common
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.settings.suggestions import suggestion
+
+StructuredOutputsParams = StructuredOutputs
 
 
 class SamplingRequest(CompletionRequest, kw_only=True):
@@ -100,12 +104,15 @@ class SamplingParams:
 def _checked(fields: Mapping[str, Any]) -> SamplingRequest:
     """Return the request with these `fields`. Raises ValueError that names the wrong field."""
     values = {name: value for name, value in fields.items() if value is not None}
+    if isinstance(structured := values.get("structured_outputs"), StructuredOutputs):
+        values["structured_outputs"] = msgspec.to_builtins(structured)
     if isinstance(biases := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token_id): bias for token_id, bias in biases.items()}
     _refuse_not_finite(values)
     try:
         request = msgspec.convert(values, SamplingRequest)
         check_common(request)
+        asked_grammar(request)
     except msgspec.ValidationError as error:
         raise ValueError(invalid_field(str(error), SamplingRequest).message) from None
     except RequestError as error:

@@ -17,7 +17,8 @@ from octavo.gateway.http.auth import PUBLIC_PATHS
 from octavo.gateway.http.docs_page import docs_page
 from octavo.gateway.http.endpoints import ENDPOINTS
 from octavo.gateway.http.openapi import openapi
-from octavo.gateway.openai.types import ChatMessage, StreamOptions, TextPart, neutral_values
+from octavo.gateway.openai.neutral import neutral_values
+from octavo.gateway.openai.types import ChatMessage, StreamOptions, TextPart
 from tests.fakes.fake_scheduler import FakeScheduler
 from tests.fakes.gateway_server import MODEL, Served, chat, completion, serving
 
@@ -86,7 +87,7 @@ async def test_every_field_is_described_or_refused(served: Served, kind: type[ms
 
 async def test_what_is_refused_by_name_is_not_shown(served: Served) -> None:
     content = (await served.http.get("/openapi.json")).text + (await served.http.get("/docs")).text
-    for name in ("response_format", "guided_json", "functions", "prediction", "web_search_options"):
+    for name in ("bad_words", "functions", "prediction", "web_search_options"):
         assert (await served.post("/v1/chat/completions", chat() | {name: ["x"]})).status_code == 400
         assert name not in content
 

@@ -6,8 +6,9 @@ import typing
 
 import pytest
 
-from octavo import SamplingParams
-from octavo.gateway.openai.types import CommonRequest, OnlyNeutral
+from octavo import SamplingParams, StructuredOutputsParams
+from octavo.gateway.openai.neutral import OnlyNeutral
+from octavo.gateway.openai.types import CommonRequest
 
 
 def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
@@ -18,6 +19,7 @@ def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
         "cache_salt",
         "user",
         "metadata",
+        "response_format",
         "store",
         "service_tier",
         "max_completion_tokens",
@@ -50,6 +52,11 @@ def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"bad_words": ["x"]}, "bad_words is not supported"),
+        ({"structured_outputs": {}}, "structured_outputs needs one of"),
+        ({"structured_outputs": StructuredOutputsParams(json={}, regex="a")}, "exclude each other"),
+        ({"structured_outputs": StructuredOutputsParams(choice=[])}, r"structured_outputs\.choice"),
+        ({"structured_outputs": StructuredOutputsParams(structural_tag="x")}, "structural_tag 'x' is not supported"),
+        ({"guided_json": "{"}, "guided_json cannot be used: it is not JSON"),
     ],
 )
 def test_a_value_that_cannot_be_is_named(fields: dict[str, object], said: str) -> None:

@@ -1,0 +1,222 @@
+"""Structured output: what the fields ask the scheduler for, and what is refused before anything is generated."""
+
+import asyncio
+import json
+from enum import Enum
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+
+from octavo.protocol.messages import Submit
+from tests.fakes.gateway_server import Served, chat, completion
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+# Takes more than a second to compile.
+EXPLODING = {"type": "integer", "multipleOf": 999_983}
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+def named(schema: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, **fields}}
+
+
+def bodies(fields: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(CHAT, chat("hi", **fields)), (COMPLETIONS, completion("hi", **fields))]
+
+
+async def grammar_of(served: Served, path: str, body: dict[str, Any]) -> str:
+    """Return the grammar of the Submit that a body causes."""
+    response = await served.post(path, body)
+    assert response.status_code == 200, response.text
+    return served.scheduler.messages(Submit)[-1].grammar
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, SCHEMA),
+        ({"response_format": named(SCHEMA)}, SCHEMA),
+        ({"response_format": named(SCHEMA, strict=True, description="An answer.")}, SCHEMA),
+        ({"response_format": named(SCHEMA, strict=None)}, SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, {"type": "object"}),
+        ({"guided_json": SCHEMA}, SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, SCHEMA),
+    ],
+)
+async def test_a_schema_reaches_the_scheduler(served: Served, fields: dict[str, Any], part: dict[str, Any]) -> None:
+    for path, body in bodies(fields):
+        [grammar] = json.loads(await grammar_of(served, path, body))["grammars"]
+        del grammar["json_schema"]["x-guidance"]
+        assert grammar["json_schema"] == part
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"structured_outputs": {"regex": "a|b"}}, "start: /a|b/"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, 'start: "yes" | "no"'),
+        ({"structured_outputs": {"grammar": 'start: "x"'}}, 'start: "x"'),
+        ({"guided_regex": "a|b"}, "start: /a|b/"),
+        ({"guided_choice": ["yes", "no"]}, 'start: "yes" | "no"'),
+        ({"guided_grammar": 'start: "x"'}, 'start: "x"'),
+    ],
+)
+async def test_other_grammars_reach_the_scheduler(served: Served, fields: dict[str, Any], part: str) -> None:
+    for path, body in bodies(fields):
+        [grammar] = json.loads(await grammar_of(served, path, body))["grammars"]
+        assert grammar["lark_grammar"] == part
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": None},
+        {"guided_json": None},
+    ],
+)
+async def test_no_grammar_is_asked_for(served: Served, fields: dict[str, Any]) -> None:
+    for path, body in bodies(fields):
+        assert await grammar_of(served, path, body) == ""
+
+
+async def test_all_choices_follow_the_grammar_and_end_where_it_ends(served: Served) -> None:
+    await served.chat("hi", guided_choice=["yes"], n=3, ignore_eos=True, min_tokens=2)
+    submits = served.scheduler.messages(Submit)[-3:]
+    assert len({submit.grammar for submit in submits}) == 1
+    assert all(submit.grammar and submit.sampling.eos_token_ids and submit.sampling.ends_late for submit in submits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+        ({"response_format": {}}, "response_format.type", "required"),
+        ({"response_format": "json_object"}, "response_format", "expected object"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema", "required"),
+        ({"response_format": named(1)}, "response_format.json_schema.schema", "a JSON schema is an object"),
+        ({"response_format": named(SCHEMA, colour=1)}, "response_format.json_schema.colour", "colour"),
+        ({"response_format": {"type": "json_object", "json_schema": {}}}, "response_format.json_schema", "needs type"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "needs type"),
+        ({"response_format": named({"type": "strin"})}, "response_format.json_schema.schema", "Invalid type: strin"),
+        ({"response_format": named({"uniqueItems": True})}, "response_format.json_schema.schema", "uniqueItems"),
+        ({"response_format": named({"type": "string", "pattern": "("}, strict=True)},
+         "response_format.json_schema.schema", "unclosed group"),
+        ({"response_format": named({"pattern": "a(?=b)"})}, "response_format.json_schema.schema", "look-around"),
+        ({"response_format": named({"$ref": "https://example.com/x.json"})},
+         "response_format.json_schema.schema", "example.com"),
+        ({"response_format": named({"$ref": "#/$defs/none"})}, "response_format.json_schema.schema", "does not exist"),
+        ({"response_format": named({"minimum": 5, "maximum": 3, "type": "integer"})},
+         "response_format.json_schema.schema", "Unsatisfiable"),
+        ({"response_format": named({"oneOf": [{"minimum": 1}, {"maximum": 9}]})},
+         "response_format.json_schema.schema", "oneOf needs variants"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
+        ({"structured_outputs": {"colour": 1}}, "structured_outputs.colour", "colour"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex", "exclude each other"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "not supported"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+         "structured_outputs.whitespace_pattern", "not supported"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length >= 1"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice", "empty"),
+        ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "expected array"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar", "unknown name"),
+        ({"structured_outputs": {"grammar": 'root ::= ( "a" '}}, "structured_outputs.grammar", "Expected"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json", "exclude each other"),
+        ({"guided_json": {"type": "strin"}}, "guided_json", "Invalid type"),
+        ({"guided_regex": "["}, "guided_regex", "unclosed character class"),
+        ({"guided_choice": []}, "guided_choice", "length >= 1"),
+        ({"guided_grammar": "start: /[/"}, "guided_grammar", "invalid regex"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "guided_json", "bytes"),
+        ({"guided_regex": "x" * 70_000}, "guided_regex", "length <= 65536"),
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_followed_is_refused_by_name(
+    served: Served, fields: dict[str, Any], param: str, said: str
+) -> None:
+    """Never an unconstrained answer."""
+    num_submits = len(served.scheduler.messages(Submit))
+    for path, body in bodies(fields):
+        for streams in (False, True):
+            response = await served.post(path, body | {"stream": streams})
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param), error
+            assert said in error["message"], error
+    assert len(served.scheduler.messages(Submit)) == num_submits
+
+
+async def test_tools_and_a_grammar_exclude_each_other(served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    response = await served.post(CHAT, chat("hi", tools=tools, response_format=named(SCHEMA)))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+    assert (await served.post(CHAT, chat("hi", tools=tools, tool_choice="none", guided_json={}))).status_code == 200
+
+
+class Colour(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: Annotated[int, pydantic.Field(ge=1, le=9)] = 9
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"] = "dog"
+    friend: "Dog | None" = None
+    secret: pydantic.SecretStr
+
+
+class Zoo(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+    pets: list[Annotated[Cat | Dog, pydantic.Field(discriminator="kind")]]
+    colour: Colour | None = None
+    sizes: dict[str, float] = {}
+    pair: tuple[int, str]
+
+
+async def test_schemas_as_pydantic_writes_them_are_taken(served: Served) -> None:
+    assert await grammar_of(served, CHAT, chat("hi", response_format=named(Zoo.model_json_schema(), strict=True)))
+
+
+async def test_a_grammar_of_a_long_body_is_checked_too(served: Served) -> None:
+    long = {"note": "x" * 70_000}
+    response = await served.post(CHAT, chat("hi", guided_json={"type": "strin"}, metadata=long))
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "guided_json")
+    assert await grammar_of(served, CHAT, chat("hi", guided_json=SCHEMA, metadata=long))
+
+
+async def test_a_schema_that_explodes_is_a_400_and_burns_nothing_afterwards(served: Served) -> None:
+    """Beside it streams go on, and simple grammars are still checked."""
+    stopping = asyncio.Event()
+
+    async def canary() -> int:
+        num_answers = 0
+        while not stopping.is_set():
+            assert (await served.post(CHAT, chat("hi", guided_choice=["a", f"b{num_answers % 3}"]))).status_code == 200
+            num_answers += 1
+        return num_answers
+
+    canaries = asyncio.create_task(canary())
+    for path, body in bodies({"response_format": named(EXPLODING)}):
+        response = await served.post(path, body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["param"] == "response_format.json_schema.schema"
+        assert "takes more than" in error["message"]
+    stopping.set()
+    assert await canaries > 0
