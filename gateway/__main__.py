@@ -9,6 +9,7 @@ import sys
 from contextlib import AbstractAsyncContextManager, ExitStack, nullcontext
 from ipaddress import ip_address
 
+from octavo.gateway.settings import FIELDS
 from octavo.protocol.config import Config
 from octavo.protocol.extras import imports_of
 from octavo.protocol.lifeline import Heart
@@ -25,31 +26,6 @@ with imports_of("python -m octavo.gateway", "gateway"):
     from octavo.gateway.http.metrics_page import create_metrics_app, serving
     from octavo.gateway.measuring.metrics import Metrics
 
-FIELDS = (
-    "model",
-    "served_model_name",
-    "host",
-    "port",
-    "uds",
-    "metrics_port",
-    "api_key",
-    "max_held_body_bytes",
-    "allowed_origins",
-    "root_path",
-    "keep_alive_timeout_s",
-    "chat_template",
-    "tool_call_parser",
-    "reasoning_parser",
-    "max_logprobs",
-    "generation_config",
-    "seed",
-    "frontend_address",
-    "schedulers",
-    "link_keys_dir",
-    "insecure_links",
-    "peer_timeout_s",
-    "shutdown_timeout_s",
-)
 BEAT_S = 0.5
 LAST_ACCEPTS_S = 0.1  # for connections that are being made, once new ones are turned away
 METRICS_GRACE_S = 1  # after the main server has stopped, for requests of /metrics

@@ -45,6 +45,7 @@ class FieldNames:
     prompt: str = "prompt"
     max_tokens: str = "max_tokens"
     logprobs: str = "logprobs"
+    prompt_logprobs: str = "prompt_logprobs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,14 @@ class AskedTools:
     is_parallel: bool = True  # several calls in one answer
 
 
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How many tokens of a prompt to keep at most, and from which side the others are taken."""
+
+    max_tokens: int | None  # None: as many as leave room for the answer
+    keeps_end: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedPrompts:
     """Prompts alone. `prompts` may be lazy: a thread reads it."""
@@ -96,6 +105,7 @@ class AskedPrompts:
     prompts: Iterable[AskedPrompt]
     names: FieldNames = FieldNames()
     keeps_text: bool = False  # the answer shows the text of the prompts
+    truncation: Truncation | None = None  # None: a prompt that is too long is an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +115,7 @@ class Asked(AskedPrompts):
     sampling: AskedSampling
     n: int = 1
     cache_salt: str = ""
+    priority: int = 0  # lower goes first
     divides: bool = False  # the thinking of an answer and its calls are parts of their own
     tools: AskedTools | None = None
     grammar: Grammar | None = None  # that each answer follows

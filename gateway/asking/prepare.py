@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts
+from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts, Truncation
 from octavo.gateway.asking.division import new_splitter, shown_token_ids
-from octavo.gateway.asking.encode import PreparedPrompt, PromptTooLong, encode
+from octavo.gateway.asking.encode import MAX_TOKENS, PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
 from octavo.gateway.link.engine import EncodedPrompt, GenerationRequest
@@ -41,7 +41,8 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
         raise RequestError(reason, param=asked.grammar.param, code="unsupported_value")
     prompts, samplings, num_characters = [], [], 0
     for given in asked.prompts:
-        prompt = yield from encode_within_context(given, asked, model)
+        room = model.ready.max_model_len - (asked.sampling.max_tokens or 1)
+        prompt = yield from encode_within_context(given, asked, model, room)
         num_tokens, has_grammar = len(prompt.token_ids), asked.grammar is not None
         samplings.append(resolve_sampling(asked.sampling, model, num_tokens, asked.names, has_grammar=has_grammar))
         num_characters += len(prompt.token_ids) if prompt.text is None else len(prompt.text)
@@ -60,16 +61,34 @@ def prepare_prompts(asked: Asked, model: ServedModel) -> Steps[list[PreparedProm
     return prepared.prompts
 
 
-def encode_within_context(given: AskedPrompt, asked: AskedPrompts, model: ServedModel) -> Steps[PreparedPrompt]:
-    """Return, in steps, a prompt. Raises RequestError if it is empty, or known to be longer than the context."""
+def encode_within_context(
+    given: AskedPrompt, asked: AskedPrompts, model: ServedModel, room: int
+) -> Steps[PreparedPrompt]:
+    """Return, in steps, a prompt, truncated if that is asked for: `room` tokens leave room for the answer.
+
+    Raises RequestError if the prompt is empty, or known to be longer than the context.
+    """
     max_model_len, param = model.ready.max_model_len, asked.names.prompt
+    max_tokens = max_model_len if asked.truncation is None else max(MAX_TOKENS, max_model_len)
     try:
-        prompt = yield from encode(given, model, asked.names, max_tokens=max_model_len, keeps_text=asked.keeps_text)
+        prompt = yield from encode(given, model, asked.names, max_tokens=max_tokens, keeps_text=asked.keeps_text)
     except PromptTooLong as error:
         raise context_length_exceeded(max_model_len, str(error), param) from None
+    if asked.truncation is not None:
+        prompt = _truncated(prompt, asked.truncation, max(1, room))
     if not prompt.token_ids:
         raise RequestError("the prompt is empty", param=param, code="invalid_value")
     return prompt
+
+
+def _truncated(prompt: PreparedPrompt, truncation: Truncation, room: int) -> PreparedPrompt:
+    """Return the prompt without the tokens that are too many. Its text is then that of its tokens."""
+    num_tokens = room if truncation.max_tokens is None else truncation.max_tokens
+    token_ids = prompt.token_ids
+    if len(token_ids) <= num_tokens:
+        return prompt
+    kept = token_ids[len(token_ids) - num_tokens :] if truncation.keeps_end else token_ids[:num_tokens]
+    return PreparedPrompt(None, kept)
 
 
 def _requests(
@@ -82,7 +101,7 @@ def _requests(
 ) -> list[GenerationRequest]:
     for prompt, sampling in zip(prompts, samplings, strict=True):
         if excess := excess_of_prompt_logprobs(len(prompt.token_ids), sampling.num_prompt_logprobs):
-            raise RequestError(excess, param=asked.names.logprobs, code="invalid_value")
+            raise RequestError(excess, param=asked.names.prompt_logprobs, code="invalid_value")
     shared = [EncodedPrompt.of(f"{request_id}-{index}", prompt.token_ids) for index, prompt in enumerate(prompts)]
     return [
         GenerationRequest(
@@ -94,6 +113,7 @@ def _requests(
             skip_special_tokens=asked.sampling.skip_special_tokens,
             shown_token_ids=shown_token_ids,
             tenant=tenant,
+            priority=asked.priority,
             cache_salt=asked.cache_salt,
             body_id=request_id,
             grammar=asked.grammar.text if asked.grammar else "",

@@ -33,9 +33,10 @@ def resolve_sampling(
     if asked.min_tokens > max_tokens:
         message = f"min_tokens is {asked.min_tokens} but at most {max_tokens} tokens will be generated"
         raise RequestError(message, param="min_tokens", code="invalid_value")
-    if max(asked.num_logprobs or 0, asked.num_prompt_logprobs or 0) > files.max_logprobs:
-        message = f"{names.logprobs} is more than {files.max_logprobs}, which is the most here (--max-logprobs)"
-        raise RequestError(message, param=names.logprobs, code="invalid_value")
+    for name, wanted in ((names.logprobs, asked.num_logprobs), (names.prompt_logprobs, asked.num_prompt_logprobs)):
+        if (wanted or 0) > files.max_logprobs:
+            message = f"{name} is more than {files.max_logprobs}, which is the most here (--max-logprobs)"
+            raise RequestError(message, param=name, code="invalid_value")
     check_token_ids(asked.stop_token_ids, vocab_size, "stop_token_ids")
     special_ids = _special_stop_ids(asked.stop, files.tokenizer)
     return msgspec.structs.replace(

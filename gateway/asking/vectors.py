@@ -45,7 +45,7 @@ def encode_texts(asked: AskedPrompts, model: ServedModel) -> Steps[list[Prepared
         raise RequestError("this model makes no vectors", param="model", code="unsupported_task")
     prompts, max_model_len = [], model.ready.max_model_len
     for given in asked.prompts:
-        prompt = yield from encode_within_context(given, asked, model)
+        prompt = yield from encode_within_context(given, asked, model, max_model_len)
         if len(prompt.token_ids) > max_model_len:
             reason = f"an input has {len(prompt.token_ids)} tokens"
             raise context_length_exceeded(max_model_len, reason, asked.names.prompt)

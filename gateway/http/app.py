@@ -26,8 +26,9 @@ from octavo.gateway.measuring.engine_metrics import EngineCollector
 from octavo.gateway.measuring.metrics import Metrics, watch_loop
 from octavo.gateway.reading.grammar_checks import GrammarChecks
 from octavo.gateway.reading.long_bodies import LongBodies
+from octavo.gateway.settings import FIELDS
 from octavo.gateway.text.model_files import read_model_files
-from octavo.protocol.config import Config
+from octavo.protocol.config import SECRETS, Config
 from octavo.protocol.link_keys import client_keys
 
 KEEP_ALIVE_S = 10.0
@@ -76,6 +77,11 @@ def create_app(
     return app
 
 
+def shown_settings(config: Config) -> dict[str, Any]:
+    """Return the settings that this gateway reads, without secrets."""
+    return {name: getattr(config, name) for name in FIELDS if name not in SECRETS}
+
+
 def _lifespan(
     config: Config, names: tuple[str, ...], metrics: Metrics, keep_alive_s: float, body_times: BodyTimes
 ) -> Lifespan:
@@ -107,6 +113,7 @@ def _lifespan(
                 encodings=encodings,
                 long_bodies=long_bodies,
                 grammar_checks=grammar_checks,
+                settings=shown_settings(config),
             )
             yield {"service": service, "description": description}
             watching.cancel()

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.gateway.http.errors import error_response
 from octavo.gateway.request_error import RequestError
 
-PUBLIC_PATHS = frozenset({"/health", "/live", "/openapi.json", "/docs"})
+PUBLIC_PATHS = frozenset({"/health", "/live", "/ping", "/openapi.json", "/docs"})
 
 
 def tenant_of(key: bytes) -> str:

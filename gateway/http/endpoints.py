@@ -7,7 +7,18 @@ from octavo.gateway.http.embeddings import embed
 from octavo.gateway.http.endpoint import BODY_ERRORS, Endpoint
 from octavo.gateway.http.generate import CHAT, COMPLETIONS, generating_route
 from octavo.gateway.http.models import list_models, show_model
-from octavo.gateway.http.status import Status, Version, health, live, show_metrics, version
+from octavo.gateway.http.status import (
+    Load,
+    ServerInfo,
+    Status,
+    Version,
+    health,
+    live,
+    load,
+    server_info,
+    show_metrics,
+    version,
+)
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE, token_route
 from octavo.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
 from octavo.gateway.openai.responses import (
@@ -81,6 +92,16 @@ ENDPOINTS = (
     ),
     Endpoint(path="/live", respond=live, summary="Say that the gateway answers", answer=Status),
     Endpoint(path="/version", respond=version, summary="Say which Octavo this is", answer=Version),
+    Endpoint(
+        path="/ping", respond=health, summary="Say the same as /health, for SageMaker", answer=Status, errors=(503,)
+    ),
+    Endpoint(path="/load", respond=load, summary="Say how many requests this gateway has in flight", answer=Load),
+    Endpoint(
+        path="/server_info",
+        respond=server_info,
+        summary="Show the gateway's settings, without secrets",
+        answer=ServerInfo,
+    ),
     Endpoint(
         path="/metrics",
         respond=show_metrics,

@@ -76,7 +76,10 @@ async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arriva
         service.engine, prepared.requests, n=asked.n, observe=observe, splitters=prepared.splitters
     )
     heading = Heading(
-        id=response_id, created=int(time.time()), model=model, system_fingerprint=system_fingerprint(ready)
+        id=f"{door.id_prefix}-{body.request_id}" if body.request_id else response_id,
+        created=int(time.time()),
+        model=model,
+        system_fingerprint=system_fingerprint(ready),
     )
     prompts = [prepared.prompts[index // asked.n] for index in range(len(prepared.requests))]
     renderer = door.renderer(body, heading, prompts, service.files.tokenizer)

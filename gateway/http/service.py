@@ -5,6 +5,7 @@ import os
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -37,6 +38,7 @@ class Service:
     encodings: Encodings
     long_bodies: LongBodies
     grammar_checks: GrammarChecks
+    settings: dict[str, Any]  # as /server_info shows them
 
     def model_name(self, asked: str | None) -> str:
         """Return the name under which to answer. Raises RequestError (404) for a model that is not served."""

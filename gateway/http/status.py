@@ -1,5 +1,7 @@
 """What the server says of itself: /health, /live, /version and /metrics."""
 
+from typing import Any
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +21,18 @@ class Status(msgspec.Struct, omit_defaults=True):
 
 class Version(msgspec.Struct):
     version: str
+
+
+class Load(msgspec.Struct):
+    server_load: int  # requests that this gateway has in flight, a choice each
+
+
+class ServerInfo(msgspec.Struct):
+    version: str
+    models: list[str]
+    tasks: list[str]
+    max_model_len: int | None  # None while no scheduler answers
+    settings: dict[str, Any]  # without secrets
 
 
 async def health(request: Request) -> Response:
@@ -46,6 +60,24 @@ async def live(request: Request) -> Response:
 
 async def version(request: Request) -> Response:
     return Response(encode(Version(__version__)), media_type="application/json")
+
+
+async def load(request: Request) -> Response:
+    service: Service = request.state.service
+    return Response(encode(Load(service.engine.num_in_flight)), media_type="application/json")
+
+
+async def server_info(request: Request) -> Response:
+    service: Service = request.state.service
+    ready = service.engine.ready
+    info = ServerInfo(
+        version=__version__,
+        models=list(service.model_names),
+        tasks=list(ready.tasks) if ready else [],
+        max_model_len=ready.max_model_len if ready else None,
+        settings=service.settings,
+    )
+    return Response(encode(info), media_type="application/json")
 
 
 async def show_metrics(request: Request) -> Response:

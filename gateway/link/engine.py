@@ -174,6 +174,11 @@ class Engine:
         return max(self._clients, key=_preference).ready
 
     @property
+    def num_in_flight(self) -> int:
+        """How many requests this gateway has in flight, a choice each."""
+        return sum(client.num_in_flight for client in self._clients)
+
+    @property
     def num_idle_executors(self) -> int:
         """How many executors hold memory for nothing, because their scheduler has another executor."""
         return sum(client.ready.num_idle_executors for client in self._clients if client.ready)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from octavo.gateway.asking.asked import AskedSampling
+from octavo.gateway.asking.asked import AskedSampling, Truncation
 from octavo.gateway.asking.choices import Choices, UsedTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
@@ -55,6 +55,14 @@ def asked_sampling(
     )
 
 
+def truncation(body: CommonRequest) -> Truncation | None:
+    """Return what of a prompt that is too long is kept."""
+    if body.truncate_prompt_tokens is None:
+        return None
+    max_tokens = None if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    return Truncation(max_tokens, keeps_end=body.truncation_side != "right")
+
+
 @dataclass(frozen=True, slots=True)
 class Heading:
     """The first fields of an answer, and of each chunk of a stream."""
@@ -84,6 +92,7 @@ class Renderer(ABC):
         """`is_long`: writing the whole answer can take seconds, so a thread does it."""
         self.heading, self.prompts, self.tokenizer = heading, prompts, tokenizer
         self.has_logprobs, self._is_long = has_logprobs, is_long
+        self.has_token_ids, self.names_ids = bool(body.return_token_ids), bool(body.return_tokens_as_token_ids)
         self._has_usage, is_continuous = usage_options(body)
         self._running = RunningUsage([len(prompt.token_ids) for prompt in prompts]) if is_continuous else None
 
@@ -94,6 +103,10 @@ class Renderer(ABC):
     @abstractmethod
     def first(self, event: Event) -> Any | None:
         """Return the chunk's choice that comes before the first text of a choice, or None."""
+
+    def head_of(self, event: Event) -> dict[str, Any]:
+        """Return more fields of the chunk that `first` is a part of."""
+        return {}
 
     @abstractmethod
     def text(self, choice: int, text: str) -> Any:
@@ -146,7 +159,7 @@ class Renderer(ABC):
 
     @property
     def _counts_tokens(self) -> bool:
-        return self.has_logprobs or self._running is not None
+        return self.has_logprobs or self.has_token_ids or self._running is not None
 
     async def _first(self, writer: ChunkWriter, event: Event) -> bytes | None:
         if self._is_long:
@@ -155,7 +168,7 @@ class Renderer(ABC):
 
     def _encoded_first(self, writer: ChunkWriter, event: Event) -> bytes | None:
         first = self.first(event)
-        return first and writer.choice(first, self._running and self._running.of(event.choice))
+        return first and writer.choice(first, self._running and self._running.of(event.choice), **self.head_of(event))
 
     def _encoded(self, answers: Sequence[Answer], used: UsedTokens) -> bytes:
         return encode(self.completed(answers, self._usage(used)))

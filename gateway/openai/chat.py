@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
+
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptMessages
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
-from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
-from octavo.gateway.openai.logprobs import chat_logprobs
+from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling, truncation
+from octavo.gateway.openai.logprobs import chat_logprobs, prompt_logprobs
 from octavo.gateway.openai.neutral import refuse_unsupported
 from octavo.gateway.openai.responses import (
     CalledFunction,
@@ -58,10 +60,14 @@ def ask_chat(body: ChatRequest) -> Asked:
         raise RequestError(reason, param=name, code="unsupported_value")
     return Asked(
         prompts=map(chat_prompt, [body]),
-        sampling=asked_sampling(body, max_tokens=max_tokens, num_logprobs=num_logprobs),
+        sampling=asked_sampling(
+            body, max_tokens=max_tokens, num_logprobs=num_logprobs, num_prompt_logprobs=body.prompt_logprobs
+        ),
         n=body.n or 1,
         names=FieldNames(prompt="messages", max_tokens=asked_by, logprobs="top_logprobs"),
         cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        truncation=truncation(body),
         divides=True,
         tools=asked_for,
         grammar=grammar,
@@ -160,6 +166,12 @@ def chat_delta(part: Part | None) -> ChatDelta:
             return ChatDelta("")
 
 
+def echoed_text(body: ChatRequest) -> str:
+    """Return the text with which an answer begins: that of the last message, if an assistant's is to be echoed."""
+    last = body.messages[-1]
+    return last.text if body.echo and last.role == "assistant" else ""
+
+
 class ChatRenderer(Renderer):
     chunk_object = "chat.completion.chunk"
     divides = True
@@ -168,7 +180,9 @@ class ChatRenderer(Renderer):
         self, body: ChatRequest, heading: Heading, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
     ) -> None:
         has_logprobs, self._includes_reasoning = bool(body.logprobs), body.include_reasoning is not False
-        super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=has_logprobs)
+        is_long = has_logprobs or body.prompt_logprobs is not None
+        super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=is_long)
+        self._echoed = echoed_text(body)
 
     def shown(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         if self._includes_reasoning:
@@ -178,6 +192,7 @@ class ChatRenderer(Renderer):
     def completed(self, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
         head = self.heading
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
+        of_prompt = answers[0].whole.prompt_logprobs  # every choice has the same prompt
         return ChatCompletion(
             id=head.id,
             created=head.created,
@@ -185,10 +200,15 @@ class ChatRenderer(Renderer):
             system_fingerprint=head.system_fingerprint,
             choices=choices,
             usage=usage,
+            prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt, self.tokenizer),
+            prompt_token_ids=self.prompts[0].token_ids if self.has_token_ids else UNSET,
         )
 
     def first(self, event: Event) -> ChatChunkChoice:
-        return ChatChunkChoice(event.choice, ChatDelta("", "assistant"))
+        return ChatChunkChoice(event.choice, ChatDelta(self._echoed, "assistant"))
+
+    def head_of(self, event: Event) -> dict[str, Any]:
+        return {"prompt_token_ids": self.prompts[event.choice].token_ids} if self.has_token_ids else {}
 
     def text(self, choice: int, text: str) -> ChatChunkChoice:
         return ChatChunkChoice(choice, ChatDelta(text))
@@ -201,6 +221,7 @@ class ChatRenderer(Renderer):
             logprobs=None if delta.logprobs is None else self._logprobs(delta.logprobs),
             finish_reason=event.finish_reason,
             stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self.has_token_ids else UNSET,
         )
 
     def _choice(self, index: int, answer: Answer) -> ChatChoice:
@@ -211,10 +232,12 @@ class ChatRenderer(Renderer):
             logprobs=self._logprobs(whole.logprobs or []),
             finish_reason=answer.finish_reason or "",
             stop_reason=whole.stop_reason,
+            token_ids=whole.token_ids if self.has_token_ids else UNSET,
         )
 
     def _message(self, answer: Answer) -> ChatAnswer:
         content, calls, reasoning = answer.content, answer.tool_calls, answer.reasoning
+        content = self._echoed + content
         message = ChatAnswer(content or None if calls else content)
         if calls:
             message.tool_calls = [ChatToolCall(each.id, CalledFunction(each.name, each.arguments)) for each in calls]
@@ -223,4 +246,4 @@ class ChatRenderer(Renderer):
         return message
 
     def _logprobs(self, logprobs: list[TokenLogprob]) -> ChatLogprobs | None:
-        return chat_logprobs(logprobs, self.tokenizer) if self.has_logprobs else None
+        return chat_logprobs(logprobs, self.tokenizer, names_ids=self.names_ids) if self.has_logprobs else None

@@ -15,9 +15,11 @@ class ChunkWriter:
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage else b"]}\n\n"
 
-    def choice(self, choice: Any, usage: Any = None) -> bytes:
-        """Return the event for a chunk with one choice, and with the choice's usage so far if it is given."""
+    def choice(self, choice: Any, usage: Any = None, **more: Any) -> bytes:
+        """Return the event for a chunk with one choice, the choice's usage so far if it is given, and `more` fields."""
         tail = self._tail if usage is None else b'],"usage":' + self._encode(usage) + b"}\n\n"
+        if more:
+            tail = tail.removesuffix(b"}\n\n") + b"," + self._encode(more)[1:] + b"\n\n"
         return self._head + self._encode(choice) + tail
 
     def text(self, choice_of: Callable[[str], Any]) -> Callable[[str], bytes]:

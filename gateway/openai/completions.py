@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
-from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling
-from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined
-from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling, truncation
+from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
+from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part
@@ -32,14 +34,25 @@ def ask_completion(body: CompletionRequest) -> Asked:
             max_tokens=max_tokens,
             default_max_tokens=DEFAULT_MAX_TOKENS,
             num_logprobs=body.logprobs,
-            num_prompt_logprobs=body.logprobs if body.echo else None,
+            num_prompt_logprobs=_num_prompt_logprobs(body),
         ),
         n=body.n or 1,
-        names=FieldNames(max_tokens=asked_by),
+        names=FieldNames(max_tokens=asked_by, prompt_logprobs="logprobs" if body.echo else "prompt_logprobs"),
         cache_salt=body.cache_salt or "",
+        priority=body.priority or 0,
+        truncation=truncation(body),
         keeps_text=bool(body.echo),
         grammar=asked_grammar(body),
     )
+
+
+def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
+    """Return of how many likeliest tokens the prompt's tokens have log probabilities. Raises RequestError."""
+    echoed = body.logprobs if body.echo else None
+    if None not in (echoed, body.prompt_logprobs) and echoed != body.prompt_logprobs:
+        complaint = "with echo, logprobs and prompt_logprobs must agree"
+        raise RequestError(complaint, param="prompt_logprobs", code="invalid_value")
+    return body.prompt_logprobs if echoed is None else echoed
 
 
 def _prompts(body: CompletionRequest) -> Iterator[PromptText | PromptTokens]:
@@ -92,10 +105,13 @@ class CompletionRenderer(Renderer):
         self, body: CompletionRequest, heading: Heading, prompts: Sequence[PreparedPrompt], tokenizer: Tokenizer
     ) -> None:
         has_logprobs, self._echoes = body.logprobs is not None, bool(body.echo)
-        is_long = has_logprobs or self._echoes
+        is_long = has_logprobs or self._echoes or body.prompt_logprobs is not None
         super().__init__(body, heading, prompts, tokenizer, has_logprobs=has_logprobs, is_long=is_long)
         skips = body.skip_special_tokens is not False
-        self._writers = [CompletionLogprobsWriter(tokenizer, skip_special_tokens=skips) for _ in prompts]
+        self._writers = [
+            CompletionLogprobsWriter(tokenizer, skip_special_tokens=skips, names_ids=self.names_ids) for _ in prompts
+        ]
+        self._has_prompt_logprobs = body.prompt_logprobs is not None
 
     def completed(self, answers: Sequence[Answer], usage: Usage) -> Completion:
         head = self.heading
@@ -110,8 +126,13 @@ class CompletionRenderer(Renderer):
         )
 
     def first(self, event: Event) -> CompletionChoice | None:
-        """Return the choice that repeats the prompt, if the body asks for an echo."""
-        return self._echo(event.choice, event.delta.prompt_logprobs)
+        """Return the choice that repeats the prompt, if the body asks for an echo or for the prompt's tokens."""
+        echoed = self._echo(event.choice, event.delta.prompt_logprobs)
+        if not self.has_token_ids:
+            return echoed
+        echoed = echoed or CompletionChoice(event.choice, "")
+        echoed.token_ids, echoed.prompt_token_ids = [], self.prompts[event.choice].token_ids
+        return echoed
 
     def text(self, choice: int, text: str) -> CompletionChoice:
         return CompletionChoice(choice, text)
@@ -124,6 +145,7 @@ class CompletionRenderer(Renderer):
             logprobs=self._logprobs(event.choice, delta.token_ids, delta.logprobs or []),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids if self.has_token_ids else UNSET,
         )
 
     def _choice(self, index: int, answer: Answer) -> CompletionChoice:
@@ -139,6 +161,9 @@ class CompletionRenderer(Renderer):
             logprobs=logprobs,
             finish_reason=whole.finish_reason,
             stop_reason=whole.stop_reason,
+            token_ids=whole.token_ids if self.has_token_ids else UNSET,
+            prompt_token_ids=self.prompts[index].token_ids if self.has_token_ids else UNSET,
+            prompt_logprobs=self._prompt_logprobs(whole.prompt_logprobs),
         )
 
     def _echo(self, index: int, prompt_logprobs: list[TokenLogprob | None] | None) -> CompletionChoice | None:
@@ -153,6 +178,9 @@ class CompletionRenderer(Renderer):
         return CompletionChoice(
             index, text, self._writers[index].write_prompt(text, prompt.token_ids, prompt_logprobs or [])
         )
+
+    def _prompt_logprobs(self, given: list[TokenLogprob | None] | None) -> PromptLogprobs | UnsetType:
+        return prompt_logprobs(given or [], self.tokenizer) if self._has_prompt_logprobs else UNSET
 
     def _logprobs(
         self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprob]

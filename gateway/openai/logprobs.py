@@ -3,17 +3,26 @@
 import codecs
 from collections.abc import Sequence
 
-from octavo.gateway.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from octavo.gateway.openai.responses import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-def chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer, *, names_ids: bool = False) -> ChatLogprobs:
+    """Return the log probabilities of tokens. With `names_ids` a token's name is "token_id:ID"."""
+
     def entry(token_id: int, logprob: float) -> TopLogprob:
-        text, spelled = tokenizer.token_text(token_id), tokenizer.token_bytes(token_id)
-        return TopLogprob(text, _clamp(logprob), list(spelled))
+        text = id_name(token_id) if names_ids else tokenizer.token_text(token_id)
+        return TopLogprob(text, _clamp(logprob), list(tokenizer.token_bytes(token_id)))
 
     content = []
     for token in logprobs:
@@ -22,11 +31,28 @@ def chat_logprobs(logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> Cha
     return ChatLogprobs(content)
 
 
+def prompt_logprobs(logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer) -> PromptLogprobs:
+    """Return the log probabilities of a prompt in vLLM's shape. A token among the likeliest stands once."""
+
+    def entries(token: TokenLogprob) -> dict[str, PromptLogprob]:
+        own = PromptLogprob(_clamp(token.logprob), token.rank, tokenizer.token_text(token.token_id))
+        ranked = enumerate(token.top, start=1)
+        tops = {str(i): PromptLogprob(_clamp(value), rank, tokenizer.token_text(i)) for rank, (i, value) in ranked}
+        return {str(token.token_id): own} | {name: top for name, top in tops.items() if name != str(token.token_id)}
+
+    return [None if token is None else entries(token) for token in logprobs]
+
+
+def id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
 class CompletionLogprobsWriter:
     """Writes the log probabilities of one choice in pieces; `text_offset` goes on from piece to piece."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, names_ids: bool = False) -> None:
+        """With `names_ids` a token's name is "token_id:ID"."""
+        self._tokenizer, self._names_ids = tokenizer, names_ids
         self._unseen = tokenizer.special_token_ids if skip_special_tokens else frozenset[int]()
         self._decoder = _utf8_decoder()
         self._offset = 0  # in characters of the choice's text
@@ -72,6 +98,8 @@ class CompletionLogprobsWriter:
 
     def _name(self, token_id: int) -> str:
         """Return the token's text, or OpenAI's spelling "bytes:\\xe2\\x96" if the token is a part of a character."""
+        if self._names_ids:
+            return id_name(token_id)
         spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()

@@ -85,12 +85,23 @@ class ChatAnswer(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
 
 
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# Of one token of a prompt: itself first, then the likeliest, by token id; None for the first token of a prompt.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class ChatChoice(msgspec.Struct):
     index: int
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: str
     stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
@@ -100,6 +111,8 @@ class ChatCompletion(msgspec.Struct, tag_field="object", tag="chat.completion"):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class FunctionDelta(msgspec.Struct, omit_defaults=True):
@@ -132,6 +145,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completion.chunk"):
@@ -143,6 +157,7 @@ class ChatCompletionChunk(msgspec.Struct, tag_field="object", tag="chat.completi
     system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first chunk of each choice
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -162,6 +177,9 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, tag_field="object", tag="text_completion"):

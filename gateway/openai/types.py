@@ -80,6 +80,13 @@ class CommonRequest(ModelRequest, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    priority: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # lower goes first; nobody goes before others
+    request_id: Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as leave room
+    truncation_side: Literal["left", "right"] | None = None  # where tokens are taken away; None: left
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -99,8 +106,6 @@ class CommonRequest(ModelRequest, kw_only=True):
     prompt_cache_options: dict[str, Any] | None = None
     moderation: Any = None
 
-    prompt_logprobs: Unsupported = None
-    priority: Annotated[Any, OnlyNeutral(0)] = None
     bad_words: UnsupportedList = None
     allowed_token_ids: Unsupported = None
     logprob_token_ids: Unsupported = None
@@ -108,14 +113,10 @@ class CommonRequest(ModelRequest, kw_only=True):
     use_beam_search: UnsupportedSwitch = None
     length_penalty: Annotated[Any, OnlyNeutral(1, 1.0)] = None
     spaces_between_special_tokens: Annotated[Any, OnlyNeutral(True)] = None
-    truncate_prompt_tokens: Unsupported = None
     early_stopping: UnsupportedSwitch = None
     return_prompt_text: UnsupportedSwitch = None
     return_token_offsets: UnsupportedSwitch = None
-    return_token_ids: UnsupportedSwitch = None
-    return_tokens_as_token_ids: UnsupportedSwitch = None
     thinking_token_budget: Unsupported = None
-    request_id: Unsupported = None
     kv_transfer_params: UnsupportedObject = None
     vllm_xargs: UnsupportedObject = None
 
@@ -179,6 +180,7 @@ class ChatRequest(CommonRequest, kw_only=True):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    echo: bool | None = None  # the answer begins with the last message, if that is an assistant's
     chat_template_kwargs: dict[str, Any] | None = None
 
     tools: Tools | None = None
@@ -194,14 +196,14 @@ class ChatRequest(CommonRequest, kw_only=True):
     prediction: Unsupported = None
     web_search_options: Unsupported = None
     verbosity: Annotated[Any, OnlyNeutral("medium")] = None
-    echo: UnsupportedSwitch = None
     add_special_tokens: UnsupportedSwitch = None
     chat_template: Unsupported = None
     documents: UnsupportedList = None
     mm_processor_kwargs: UnsupportedObject = None
 
     def forget_prompt(self) -> None:
-        self.messages, self.chat_template_kwargs = [ChatMessage(role="assistant")], None
+        last = self.messages[-1] if self.echo else ChatMessage(role="assistant")
+        self.messages, self.chat_template_kwargs = [last], None
 
 
 _STRING, _INTEGER = {"type": "string"}, {"type": "integer"}
@@ -269,6 +271,12 @@ def check_common(request: CommonRequest) -> None:
         refuse_unsupported(request.stream_options, "stream_options.")
         if not request.stream and any(msgspec.structs.astuple(request.stream_options)):
             raise RequestError("stream_options needs stream to be true", param="stream_options", code="invalid_value")
+    if request.stream and request.prompt_logprobs is not None:
+        complaint = "prompt_logprobs needs stream to be false"
+        raise RequestError(complaint, param="prompt_logprobs", code="invalid_value")
+    if request.truncation_side is not None and request.truncate_prompt_tokens is None:
+        complaint = "truncation_side needs truncate_prompt_tokens"
+        raise RequestError(complaint, param="truncation_side", code="invalid_value")
     _check_stop_strings(stop_strings(request))
     if None not in (request.max_tokens, request.max_completion_tokens) and (
         request.max_tokens != request.max_completion_tokens

@@ -4,16 +4,15 @@ import inspect
 import math
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from octavo.gateway.openai.completions import DEFAULT_MAX_TOKENS
 from octavo.gateway.openai.invalid_field import invalid_field
 from octavo.gateway.openai.neutral import OnlyNeutral
 from octavo.gateway.openai.structured import StructuredOutputs, asked_grammar
-from octavo.gateway.openai.types import MAX_LOGPROBS, CompletionRequest, check_common
+from octavo.gateway.openai.types import CompletionRequest, check_common
 from octavo.gateway.request_error import RequestError
 from octavo.protocol.settings.suggestions import suggestion
 
@@ -24,7 +23,6 @@ class SamplingRequest(CompletionRequest, kw_only=True):
     """A completion request of which only the sampling is used."""
 
     prompt: Any = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 # Fields of a request that do not concern how tokens are chosen.
@@ -34,7 +32,7 @@ NOT_SAMPLING = frozenset(
         "metadata", "store", "service_tier", "cache_salt", "priority", "request_id", "return_token_ids",
         "return_tokens_as_token_ids", "kv_transfer_params", "vllm_xargs", "response_format", "max_completion_tokens",
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "moderation",
-        "return_prompt_text", "return_token_offsets",
+        "return_prompt_text", "return_token_offsets", "truncation_side", "truncate_prompt_tokens",
     }
 )  # fmt: skip
 HINTS = typing.get_type_hints(SamplingRequest, include_extras=True)

@@ -1,0 +1,27 @@
+"""The settings that a gateway reads."""
+
+FIELDS = (
+    "model",
+    "served_model_name",
+    "host",
+    "port",
+    "uds",
+    "metrics_port",
+    "api_key",
+    "max_held_body_bytes",
+    "allowed_origins",
+    "root_path",
+    "keep_alive_timeout_s",
+    "chat_template",
+    "tool_call_parser",
+    "reasoning_parser",
+    "max_logprobs",
+    "generation_config",
+    "seed",
+    "frontend_address",
+    "schedulers",
+    "link_keys_dir",
+    "insecure_links",
+    "peer_timeout_s",
+    "shutdown_timeout_s",
+)
