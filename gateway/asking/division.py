@@ -11,6 +11,7 @@ from octavo.gateway.parsing.parts import Parser, PlainText, Splitter
 from octavo.gateway.parsing.splitters import HarmonySplitter, TextSplitter
 from octavo.gateway.parsing.thinking import Tags, Thinking
 from octavo.gateway.request_error import RequestError
+from octavo.gateway.text.grammar import Grammar, behind_channels, behind_thinking
 from octavo.gateway.text.tokenizer import Tokenizer
 
 TAIL_TOKENS = 16  # of a prompt: enough to hold a start tag and the whitespace behind it
@@ -29,6 +30,20 @@ def new_splitter(asked: Asked, model: ServedModel, prompt_token_ids: Sequence[in
     thinking = _thinking(formats.reasoning, tokenizer, prompt_token_ids)
     calls = _calls(asked.tools, formats.tools) if asked.tools else None
     return TextSplitter(thinking, calls, length_of, is_parallel=is_parallel) if thinking or calls else PlainText()
+
+
+def followed_grammar(asked: Asked, model: ServedModel, prompt_token_ids: Sequence[int]) -> Grammar | None:
+    """Return the grammar that answers to a prompt follow: what a model thinks comes before what is asked for."""
+    tokenizer, reasoning = model.files.tokenizer, model.formats.reasoning
+    if asked.grammar is None or reasoning is None or not asked.divides:
+        return asked.grammar
+    token_ids = {marker: tokenizer.token_id(marker) for marker in reasoning.markers}
+    special_tokens = {name: token_id for name, token_id in token_ids.items() if token_id is not None}
+    if reasoning.tags is None:
+        return behind_channels(asked.grammar, special_tokens)
+    start, end = reasoning.tags.start, reasoning.tags.end
+    is_open = reasoning.is_always_open or _ends_open(prompt_token_ids, reasoning.tags, tokenizer)
+    return behind_thinking(asked.grammar, start, end, special_tokens, is_open=is_open)
 
 
 def shown_token_ids(asked: Asked, model: ServedModel) -> frozenset[int]:

@@ -1,10 +1,10 @@
 """Encodes and checks what is asked, resolves its sampling, and makes the engine's requests. Every door uses it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts, Truncation
-from octavo.gateway.asking.division import new_splitter, shown_token_ids
+from octavo.gateway.asking.division import followed_grammar, new_splitter, shown_token_ids
 from octavo.gateway.asking.encode import MAX_TOKENS, PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import ServedModel
 from octavo.gateway.asking.sampling import context_length_exceeded, for_choice, resolve_sampling
@@ -52,6 +52,8 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
             yield
     splitters = [new_splitter(asked, model, prompt.token_ids) for prompt in prompts for _ in range(asked.n)]
     shown = shown_token_ids(asked, model)
+    if asked.grammar is not None and prompts:
+        asked = replace(asked, grammar=followed_grammar(asked, model, prompts[0].token_ids))
     return Prepared(prompts, _requests(asked, prompts, samplings, shown, request_id, tenant), splitters, asked.grammar)
 
 

@@ -25,6 +25,8 @@ FORMATS = ("date-time", "date", "time", "duration", "email", "hostname", "ipv4",
 MAX_GBNF_CHARACTERS = 16_384  # which are converted in Python
 HALF_PAIR = "it has half of a surrogate pair"
 
+ASCII_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
+
 ONE_SCHEMA = ("items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else")
 LISTED_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -64,7 +66,7 @@ def regex_grammar(regex: str, param: str) -> Grammar:
     if inner.endswith("$") and not (len(inner) - 1 - len(inner[:-1].rstrip("\\"))) % 2:
         inner = inner[:-1]
     try:
-        return _checked(LLMatcher.grammar_from_regex(inner), param)
+        return _checked(LLMatcher.grammar_from_regex(_ascii(inner)), param)
     except UnicodeEncodeError:
         raise _wrong(HALF_PAIR, param) from None
 
@@ -113,6 +115,38 @@ def tagged_grammar(
         value = f"%json {_dump(_json_schema(schema, param))}"
         rules.append(f"body_{index}: {_texts(begin, token_ids)} {value} {_texts(end, token_ids)}")
     return lark_grammar("\n".join(rules), param)
+
+
+def behind_thinking(
+    grammar: Grammar, start: str, end: str, special_tokens: Mapping[str, int], *, is_open: bool
+) -> Grammar:
+    """Return the grammar of texts that follow `grammar` after what is thought between the tags.
+
+    `is_open`: the thinking has begun. Else the model need not think.
+    """
+    if end in special_tokens:
+        thought, rules = "THOUGHT end", [r"THOUGHT: /(.|\n)*/", f"end: {_texts(end, special_tokens)}"]
+    else:
+        escaped = re.escape(end).replace("/", r"\/")
+        thought, rules = "thought", [rf"thought[lazy]: /(.|\n)*{escaped}/"]
+    thinking = f"{thought} SPACE" if is_open else f"({_texts(start, special_tokens)} {thought} SPACE)?"
+    return _behind(f"{thinking} @answer", [*rules, r"SPACE: /\s{0,4}/"], grammar)
+
+
+def behind_channels(grammar: Grammar, special_tokens: Mapping[str, int]) -> Grammar:
+    """Return the grammar of harmony's messages, of which the last is on the channel final and follows `grammar`."""
+    thought = (
+        _texts("<|channel|>analysis<|message|>", special_tokens),
+        _texts("<|end|><|start|>assistant", special_tokens),
+    )
+    final = _texts("<|channel|>final<|message|>", special_tokens)
+    return _behind(f"({thought[0]} THOUGHT {thought[1]})? {final} @answer", [r"THOUGHT: /(.|\n)*/"], grammar)
+
+
+def _behind(start: str, rules: Sequence[str], grammar: Grammar) -> Grammar:
+    [answer] = json.loads(grammar.text)["grammars"]
+    lark = "\n".join([f"start: {start}", *rules])
+    return _grammar([{"lark_grammar": lark}, {**answer, "name": "answer"}], grammar.param)
 
 
 def _grammar(grammars: Sequence[Mapping[str, Any]], param: str) -> Grammar:
@@ -172,6 +206,8 @@ def _as_read(schema: Any) -> Any:
     read = dict(schema)
     if "format" in read and read["format"] not in FORMATS:
         del read["format"]
+    if isinstance(read.get("pattern"), str):
+        read["pattern"] = _ascii(read["pattern"])
     for key in read.keys() & set(ONE_SCHEMA):
         read[key] = _as_read(read[key])
     for key in read.keys() & set(LISTED_SCHEMAS):
@@ -184,6 +220,23 @@ def _as_read(schema: Any) -> Any:
     if isinstance(tag, Mapping) and isinstance(tag.get("propertyName"), str) and isinstance(read.get("oneOf"), list):
         read["oneOf"] = [_requiring(each, tag["propertyName"]) for each in read["oneOf"]]
     return read
+
+
+def _ascii(regex: str) -> str:
+    """Return a regex in which a digit and a letter of a word are those of ASCII, as JSON Schema's dialect has them.
+
+    What it matches other validators take as well; llguidance's own have digits of every script.
+    """
+    pieces, is_in_class, at = [], False, 0
+    while at < len(regex):
+        size = 2 if regex[at] == "\\" else 1
+        piece = regex[at : at + size]
+        if size == 1 and piece in "[]":
+            is_in_class = piece == "["
+        inner = ASCII_CLASSES.get(piece)
+        pieces.append(piece if inner is None else inner if is_in_class else f"[{inner}]")
+        at += size
+    return "".join(pieces)
 
 
 def _requiring(schema: Any, name: str) -> Any:

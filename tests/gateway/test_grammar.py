@@ -127,6 +127,17 @@ def test_the_whole_of_a_regex_matches(tokenizer: LLTokenizer, regex: str) -> Non
     assert not reads("xab/$")
 
 
+def test_digits_and_letters_of_words_are_those_of_ascii(tokenizer: LLTokenizer) -> None:
+    """In other scripts they would match by some validators alone."""
+    for reads in (
+        Reads(tokenizer, regex_grammar(r'"\d[\w-]"', PARAM)),
+        reads_schema(tokenizer, {"type": "string", "pattern": r"^\d[\w-]$"}),
+    ):
+        assert all(map(reads, ['"1-"', '"1a"', '"1_"']))
+        assert not any(map(reads, ['"\u0661-"', '"1\u00e9"']))
+    assert Reads(tokenizer, regex_grammar(r"\\d\[[\]\d]", PARAM))("\\d[7")
+
+
 def test_choices_that_share_beginnings(tokenizer: LLTokenizer) -> None:
     reads = Reads(tokenizer, choice_grammar(["yes", "yesterday", 'a "b"\n', "é😀", "yes"], PARAM))
     assert all(map(reads, ["yes", "yesterday", 'a "b"\n', "é😀"]))

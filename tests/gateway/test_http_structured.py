@@ -2,14 +2,27 @@
 
 import asyncio
 import json
+from collections.abc import Callable, Sequence
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from octavo.protocol.messages import Submit
 from tests.fakes.gateway_server import Served, chat, completion
+from tests.fakes.model_directories import text_ids, write_tiny_model
+from tests.fakes.template_server import (
+    HARMONY,
+    HARMONY_TOKENS,
+    QWEN,
+    R1,
+    harmony_ids,
+    saying,
+    serving_template,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -220,3 +233,49 @@ async def test_a_schema_that_explodes_is_a_400_and_burns_nothing_afterwards(serv
         assert "takes more than" in error["message"]
     stopping.set()
     assert await canaries > 0
+
+
+def whole_answers(directory: Path, grammar: str, tokens: Sequence[str] = ()) -> Callable[[list[int]], bool]:
+    """Return a function that says whether tokens of the tiny model are a whole answer by `grammar`."""
+    write_tiny_model(directory, more_control_tokens=tokens)
+    tokenizer = LLTokenizer((directory / "tokenizer.json").read_text())
+
+    def is_whole(token_ids: list[int]) -> bool:
+        matcher = LLMatcher(tokenizer, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    return is_whole
+
+
+THOUGHT = text_ids("<think>\nIs it {}?\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "whole", "others"),
+    [
+        (QWEN, [text_ids('{"a":1}'), THOUGHT + text_ids('{"a":1}')], [THOUGHT, THOUGHT + text_ids("1")]),
+        (R1, [THOUGHT[7:] + text_ids('{"a":1}')], [text_ids('{"a":1}'), THOUGHT[7:] + text_ids("1")]),
+    ],
+)
+async def test_what_a_model_thinks_comes_before_what_follows_the_grammar(
+    template: str, whole: list[list[int]], others: list[list[int]], tmp_path: Path
+) -> None:
+    async with serving_template(template) as served:
+        is_whole = whole_answers(tmp_path, await grammar_of(served, CHAT, chat("hi", guided_json=SCHEMA)))
+        assert all(map(is_whole, whole))
+        assert not any(map(is_whole, others))
+        served.scheduler.reply = saying('<think>Hm.</think>{"a":1}' if template == QWEN else 'Hm.</think>{"a":1}')
+        [choice] = (await served.chat("hi", guided_json=SCHEMA, max_tokens=100))["choices"]
+        assert (choice["message"]["content"], choice["message"]["reasoning"]) == ('{"a":1}', "Hm.")
+
+
+async def test_the_last_message_of_harmony_follows_the_grammar(tmp_path: Path) -> None:
+    async with serving_template(HARMONY, tokens=HARMONY_TOKENS) as served:
+        grammar = await grammar_of(served, CHAT, chat("hi", guided_json=SCHEMA))
+        is_whole = whole_answers(tmp_path, grammar, HARMONY_TOKENS)
+        final = '<|channel|>final<|message|>{"a":1}'
+        assert is_whole(harmony_ids(final))
+        assert is_whole(harmony_ids(f"<|channel|>analysis<|message|>Hm {{}}.<|end|><|start|>assistant{final}"))
+        assert not is_whole(harmony_ids('{"a":1}'))
+        assert not is_whole(harmony_ids("<|channel|>final<|message|>1"))
