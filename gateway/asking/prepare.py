@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octavo.gateway.asking.asked import Asked, AskedPrompt, AskedPrompts, Truncation
+from octavo.gateway.asking.calling import call_grammar
 from octavo.gateway.asking.division import followed_grammar, new_splitter, shown_token_ids
 from octavo.gateway.asking.encode import MAX_TOKENS, PreparedPrompt, PromptTooLong, encode
 from octavo.gateway.asking.model import ServedModel
@@ -36,6 +37,8 @@ def prepare(asked: Asked, model: ServedModel, request_id: str, tenant: str = "")
     if "generate" not in model.ready.tasks:
         reason = "this model generates no text, it makes vectors: use /v1/embeddings"
         raise RequestError(reason, param="model", code="unsupported_task")
+    if asked.tools is not None and asked.tools.must_call:
+        asked = replace(asked, grammar=call_grammar(asked.tools, model))
     if asked.grammar is not None and not model.files.eos_token_ids:
         reason = "this model names no token that ends an answer, so that none could end where a grammar does"
         raise RequestError(reason, param=asked.grammar.param, code="unsupported_value")

@@ -28,7 +28,7 @@ from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.tools import asked_tools, shown_call, shown_tools, usable_tools
 from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part, Reasoning, ToolCall
-from octavo.gateway.request_error import RequestError, unsupported
+from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.delta import TokenLogprob
 from octavo.gateway.text.tokenizer import Tokenizer
 
@@ -51,8 +51,6 @@ def ask_chat(body: ChatRequest) -> Asked:
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     tools = usable_tools(body.tools, body.tool_choice)
     asked_for = asked_tools(tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
-    if asked_for and asked_for.must_call:
-        raise unsupported("tool_choice", "tool_choice required, or one tool,")
     grammar = asked_grammar(body)
     if grammar is not None and asked_for is not None:
         name = grammar.param.partition(".")[0]
