@@ -12,6 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from octavo.protocol.messages import Submit
+from tests.fakes.fake_scheduler import computed_reply
 from tests.fakes.gateway_server import Served, chat, completion
 from tests.fakes.model_directories import text_ids, write_tiny_model
 from tests.fakes.template_server import (
@@ -169,6 +170,55 @@ async def test_what_cannot_be_followed_is_refused_by_name(
             assert (response.status_code, error["param"]) == (400, param), error
             assert said in error["message"], error
     assert len(served.scheduler.messages(Submit)) == num_submits
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Return oneOf in oneOf, which grows exponentially where it is written out."""
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(depth):
+        variants = ((side, {"const": f"{level}{side}"}) for side in "ab")
+        schema = {
+            "oneOf": [
+                {"type": "object", "properties": {"tag": tag, side: schema}, "required": ["tag"]}
+                for side, tag in variants
+            ]
+        }
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("schema", "status"),
+    [
+        (nested(4), 200),
+        (nested(8), 200),
+        (nested(12), 400),  # half a MB
+        ({"type": "string", "pattern": "(a{1,1000}){1,1000}"}, 200),
+        ({"enum": [f"{number:01000}" for number in range(1000)]}, 400),  # a MB
+        ({"allOf": [{"anyOf": [{"properties": {f"{i}{j}": {}}} for j in range(4)]} for i in range(12)]}, 400),
+        ({"allOf": [{"type": "string", "pattern": f"^.*(a|b){{{i}}}.*$"} for i in range(30)]}, 400),
+    ],
+)
+async def test_large_schemas_are_taken_or_refused_and_slow_no_other(
+    served: Served, schema: dict[str, Any], status: int
+) -> None:
+    canary = asyncio.create_task(served.chat("canary", seed=7, max_tokens=40))
+    response = await served.post(CHAT, chat("hi", response_format=named(schema)))
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert response.json()["error"]["param"].startswith("response_format.json_schema")
+    assert (await canary)["choices"] == (await served.chat("canary", seed=7, max_tokens=40))["choices"]
+
+
+@pytest.mark.parametrize("fields", [{"response_format": named({"type": "string"})}, {"guided_regex": ".*"}])
+async def test_stop_strings_hold_back_and_end_an_answer_with_a_grammar(served: Served, fields: dict[str, Any]) -> None:
+    served.scheduler.reply = lambda submit: text_ids('"one ENDS and EN')
+    served.scheduler.tokens_per_step = 1
+    for path, body in bodies(fields | {"stop": ["END"], "max_tokens": 16}):
+        choice = (await served.post(path, body)).json()["choices"][0]
+        assert (choice.get("text") or choice["message"]["content"], choice["finish_reason"]) == ('"one ', "stop")
+        chunks = [chunk["choices"][0] for chunk in await served.stream(path, body)]
+        assert "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in chunks) == '"one '
+    served.scheduler.reply = computed_reply
 
 
 async def test_tools_and_a_grammar_exclude_each_other(served: Served) -> None:
