@@ -25,6 +25,7 @@ from octavo.gateway.http.door import Door
 from octavo.gateway.http.embeddings import EMBEDDINGS
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
+from octavo.gateway.http.messages import COUNT_TOKENS, MESSAGES
 from octavo.gateway.http.service import served_name
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE
 from octavo.gateway.parsing.formats import Formats
@@ -36,7 +37,8 @@ from octavo.protocol.messages import pack_ids
 from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
-DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in (CHAT, COMPLETIONS, EMBEDDINGS, TOKENIZE, DETOKENIZE)}
+ALL_DOORS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in ALL_DOORS}
 STEP_S = 5.0  # the most processor time of a step; usual texts take milliseconds
 UNWANTED_S = 0.5  # the same, for a client that left
 LOOK_S = 0.1

@@ -34,7 +34,7 @@ class Authentication:
             return
         tenant = self._tenant(scope)
         if tenant is None:
-            await error_response(_refusal(scope))(scope, receive, send)
+            await error_response(_refusal(scope), scope["path"])(scope, receive, send)
             return
         scope["state"]["tenant"] = tenant
         await self.app(scope, receive, send)

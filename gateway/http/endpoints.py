@@ -2,10 +2,12 @@
 
 from typing import Any
 
+from octavo.gateway.anthropic.types import CountRequest, Message, MessageEvent, MessagesRequest, TokenCount
 from octavo.gateway.http.description import show_docs, show_openapi
 from octavo.gateway.http.embeddings import embed
 from octavo.gateway.http.endpoint import BODY_ERRORS, Endpoint
 from octavo.gateway.http.generate import CHAT, COMPLETIONS, generating_route
+from octavo.gateway.http.messages import COUNT_TOKENS, MESSAGES
 from octavo.gateway.http.models import list_models, show_model
 from octavo.gateway.http.status import (
     Load,
@@ -49,6 +51,23 @@ ENDPOINTS = (
         body=CompletionRequest,
         answer=Completion,
         chunk=CompletionChunk,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        path="/v1/messages",
+        respond=generating_route(MESSAGES),
+        summary="Answer a conversation, in Anthropic's API",
+        body=MessagesRequest,
+        answer=Message,
+        chunk=MessageEvent,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        path="/v1/messages/count_tokens",
+        respond=token_route(COUNT_TOKENS),
+        summary="Count the tokens of a conversation, in Anthropic's API",
+        body=CountRequest,
+        answer=TokenCount,
         errors=BODY_ERRORS,
     ),
     Endpoint(

@@ -7,6 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from octavo.gateway.anthropic.answers import error_body as messages_error
 from octavo.gateway.request_error import RequestError
 
 STATUS_CLIENT_CLOSED = 499  # for metrics and the log: no client reads it
@@ -43,13 +44,20 @@ def error_body(error: RequestError) -> bytes:
     return _encode(ErrorAnswer(Error(error.message, kind, error.param, error.code)))
 
 
-def error_response(error: RequestError) -> Response:
-    return Response(error_body(error), error.status, error.headers, media_type="application/json")
+def error_response(error: RequestError, path: str = "") -> Response:
+    """Return the answer for an error of a request to `path`, whose dialect may have an envelope of its own."""
+    body = messages_error(error) if is_messages(path) else error_body(error)
+    return Response(body, error.status, error.headers, media_type="application/json")
+
+
+def is_messages(path: str) -> bool:
+    """Return whether the path is one of Anthropic's Messages API."""
+    return path.removeprefix("/v1").split("/")[1:2] == ["messages"]
 
 
 async def on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -62,7 +70,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     }.get(error.status_code, error.detail)
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     headers = dict(error.headers) if error.headers else None
-    return error_response(RequestError(message, status=error.status_code, code=code, headers=headers))
+    return error_response(RequestError(message, status=error.status_code, code=code, headers=headers), request.url.path)
 
 
 async def on_client_disconnect(request: Request, error: Exception) -> Response:
@@ -77,7 +85,7 @@ def internal_error() -> RequestError:
 
 async def on_exception(request: Request, error: Exception) -> Response:
     """Answer for an unexpected exception; Starlette raises it again, so that it is logged."""
-    return error_response(internal_error())
+    return error_response(internal_error(), request.url.path)
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = {

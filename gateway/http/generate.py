@@ -1,10 +1,10 @@
 """The routes that generate: a door decodes the body and renders the answer."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,24 +15,34 @@ from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.prepare import prepare, prepare_prompts
 from octavo.gateway.http.door import ArrivedRequest, Door, route_through
 from octavo.gateway.http.service import new_response_id
-from octavo.gateway.http.sse import EventStream
+from octavo.gateway.http.sse import EventStream, error_event
 from octavo.gateway.measuring.metrics import observers
-from octavo.gateway.openai.answers import Heading, Renderer
+from octavo.gateway.openai.answers import Heading
 from octavo.gateway.openai.chat import ChatRenderer, ask_chat
 from octavo.gateway.openai.completions import CompletionRenderer, ask_completion
 from octavo.gateway.openai.responses import system_fingerprint
-from octavo.gateway.openai.types import CommonRequest, chat_decoder, completion_decoder
+from octavo.gateway.openai.types import GeneratingRequest, chat_decoder, completion_decoder
+from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.tokenizer import Tokenizer
 
-Body = TypeVar("Body", bound=CommonRequest)
+Body = TypeVar("Body", bound=GeneratingRequest)
+
+
+class Writer(Protocol):
+    """Writes the answer to one request."""
+
+    async def whole(self, choices: Choices) -> bytes: ...
+
+    def chunks(self, choices: Choices) -> AsyncIterator[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingDoor(Door[Body, Asked]):
     """A door with a way out: events become the answer."""
 
-    renderer: Callable[[Body, Heading, Sequence[PreparedPrompt], Tokenizer], Renderer]
+    renderer: Callable[[Body, Heading, Sequence[PreparedPrompt], Tokenizer], Writer]
     id_prefix: str
+    error_event: Callable[[RequestError], bytes] = error_event
 
 
 CHAT = GeneratingDoor(
@@ -84,7 +94,7 @@ async def _generate(door: GeneratingDoor[Body], body: Body, asked: Asked, arriva
     prompts = [prepared.prompts[index // asked.n] for index in range(len(prepared.requests))]
     renderer = door.renderer(body, heading, prompts, service.files.tokenizer)
     if body.stream:
-        return EventStream(renderer.chunks(choices), choices.close, service.keep_alive_s)
+        return EventStream(renderer.chunks(choices), choices.close, service.keep_alive_s, door.error_event)
     try:
         return Response(await renderer.whole(choices), media_type="application/json")
     finally:

@@ -46,7 +46,7 @@ class Origins:
         elif self._is_own(origin, HTTPConnection(scope).headers.get("host", "")):
             await self.app(scope, receive, send)
         else:
-            await error_response(_refusal(origin))(scope, receive, send)
+            await error_response(_refusal(origin), scope["path"])(scope, receive, send)
 
     def _is_own(self, origin: str, host: str) -> bool:
         """Return whether `origin` is the server's own.

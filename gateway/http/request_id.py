@@ -50,13 +50,13 @@ class RequestIds:
             await self.app(scope, receive, sending)
         except asyncio.CancelledError:  # the server stops, and its time to wait for this request is over
             if not status:
-                await error_response(unavailable("the server is stopping"))(scope, receive, sending)
+                await error_response(unavailable("the server is stopping"), scope["path"])(scope, receive, sending)
         except Exception:
             if status:  # the rest of the answer cannot come: the server closes the connection
                 logger.error("request %s failed: %s", request_id, _line(scope))
                 raise
             logger.exception("request %s failed: %s", request_id, _line(scope))
-            await error_response(internal_error())(scope, receive, sending)
+            await error_response(internal_error(), scope["path"])(scope, receive, sending)
         finally:
             _log(scope, request_id, status or STATUS_CLIENT_CLOSED)
 

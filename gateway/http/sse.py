@@ -15,7 +15,8 @@ PING = b": ping\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def _error_event(error: RequestError) -> bytes:
+def error_event(error: RequestError) -> bytes:
+    """Return the event with which a stream ends that fails."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
@@ -37,12 +38,19 @@ class EventStream(Response):
     A RequestError from `events` becomes one error event and the end, without [DONE] and without a finish_reason.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None], keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        keep_alive_s: float,
+        error_event: Callable[[RequestError], bytes] = error_event,
+    ) -> None:
         self.status_code, self.media_type, self.background = 200, "text/event-stream", None
         self.init_headers(HEADERS)
         self.events = events
         self.close = close
         self.keep_alive_s = keep_alive_s
+        self._error_event = error_event
         self._now_s = asyncio.get_running_loop().time
         self._last_sent_s = 0.0
 
@@ -58,7 +66,7 @@ class EventStream(Response):
                 writing.result()
         except asyncio.CancelledError:  # the server stops, and its time to wait for this stream is over
             await _cancel(tasks)
-            await self._send(send, _error_event(unavailable("the server is stopping")))
+            await self._send(send, self._error_event(unavailable("the server is stopping")))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await _cancel(tasks)
@@ -69,9 +77,9 @@ class EventStream(Response):
             async for event in self.events:
                 await self._send(send, event)
         except RequestError as error:
-            await self._send(send, _error_event(error))
+            await self._send(send, self._error_event(error))
         except Exception:  # the headers are sent, so only an event can tell the client; the log gets the exception too
-            await self._send(send, _error_event(internal_error()))
+            await self._send(send, self._error_event(internal_error()))
             raise
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -54,7 +54,14 @@ class ModelRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Drop the advisory fields, which can be long."""
 
 
-class CommonRequest(ModelRequest, kw_only=True):
+class GeneratingRequest(ModelRequest, kw_only=True):
+    """A body that asks for an answer, in whatever dialect."""
+
+    stream: bool | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+
+
+class CommonRequest(GeneratingRequest, kw_only=True):
     """The fields that chat and completions share."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
@@ -77,11 +84,9 @@ class CommonRequest(ModelRequest, kw_only=True):
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LISTED_IDS)] | None
     ) = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     priority: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None  # lower goes first; nobody goes before others
-    request_id: Annotated[str, Meta(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as leave room
     truncation_side: Literal["left", "right"] | None = None  # where tokens are taken away; None: left
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
