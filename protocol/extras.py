@@ -13,6 +13,7 @@ EXTRAS = {
         "httpx",
         "huggingface_hub",
         "jinja2",
+        "llguidance",
         "numpy",
         "prometheus_client",
         "starlette",
@@ -25,6 +26,7 @@ EXTRAS = {
     "executor": (
         "torch",
         "huggingface_hub",
+        "llguidance",
         "llvmlite",
         "numba",
         "numpy",
