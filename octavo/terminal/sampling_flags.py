@@ -8,11 +8,13 @@ from typing import Any
 
 import msgspec
 
+from octavo.gateway.openai.structured import StructuredOutputs
 from octavo.protocol.config import ConfigError
 from octavo.protocol.settings.values import base_type, explain_value, parse_integer, range_of
 from octavo.python.sampling_params import HINTS, HONOURED
 
-KINDS = {name: HINTS[name] for name in HONOURED}
+# The older names of what structured_outputs has need no flags.
+KINDS = {name: HINTS[name] for name in HONOURED if not name.startswith("guided_")}
 NO_BOUND = re.compile(r" (of at least -|and at most )\d{10,}")  # limits that nobody reaches are not shown
 DESCRIPTION = (
     "As in the HTTP API (docs/api.md). A flag that is left out has the value of the model's generation_config.json, or"
@@ -38,6 +40,7 @@ MEANINGS = {
     "logit_bias": 'numbers to add to logits: a JSON object by token id, such as {"50": -100}',
     "logprobs": "report log probabilities, with this many alternatives a token (none)",
     "prompt_logprobs": "report log probabilities of the prompt too (none)",
+    "structured_outputs": 'what an answer has to be, such as {"choice": ["yes", "no"]} or {"json": ...}',
 }
 
 
@@ -64,7 +67,11 @@ def _flag_options(name: str, kind: Any) -> dict[str, Any]:
     if base in (int, float):
         bounds = NO_BOUND.sub("", range_of(kind)).removeprefix(" of")
         return {"metavar": "N" if base is int else "X", "help": f"{meaning};{bounds}" if bounds else meaning}
-    return {"metavar": "JSON" if typing.get_origin(base) is dict else "IDS", "help": meaning}
+    return {"metavar": "JSON" if _is_object(base) else "IDS", "help": meaning}
+
+
+def _is_object(base: Any) -> bool:
+    return typing.get_origin(base) is dict or base is StructuredOutputs
 
 
 def _convert(name: str, value: object) -> object:
@@ -73,11 +80,12 @@ def _convert(name: str, value: object) -> object:
     try:
         if isinstance(value, str) and base is int:
             value = int(value) if value.startswith("-") else parse_integer(value)
-        elif isinstance(value, str) and typing.get_origin(base) is dict:
+        elif isinstance(value, str) and _is_object(base):
             value = msgspec.json.decode(value)
         elif isinstance(value, str) and base is not float:
             value = [part.strip() for part in value.strip("[]").split(",")]
-        return msgspec.convert(value, kind, strict=False)
+        converted = msgspec.convert(value, kind, strict=False)
+        return value if base is StructuredOutputs else converted
     except (msgspec.DecodeError, ValueError) as error:
         raise ConfigError(f"{name} cannot be {value!r}: {_reason(kind, value, error)}") from None
 

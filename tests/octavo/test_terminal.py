@@ -81,6 +81,16 @@ async def test_sampling_flags_and_figures(served: Served, capsys: pytest.Capture
     assert prompts(served) == ["A page is"]
 
 
+async def test_an_answer_may_have_to_follow_a_grammar(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    choice = ("--structured-outputs", '{"choice": ["Blue", "Red"]}')
+    for command in ("chat", "complete"):
+        assert await octavo(command, *at(served, *choice), "-q", "Which colour?") == 0
+    assert all('"Blue\\" | \\"Red' in message.grammar for message in served.scheduler.messages(Submit))
+    with pytest.raises(SystemExit):
+        await octavo("complete", *at(served, "--structured-outputs", '{"colour": 1}'), "-q", "Hm")
+    assert "structured_outputs cannot be" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
