@@ -108,7 +108,8 @@ def test_an_answer_becomes_a_model_of_pydantic(server: Server) -> None:
     assert isinstance(choice.message.parsed, Pet)
 
 
-def test_answers_go_on_after_the_death_of_the_executor(server: Server) -> None:
+@pytest.mark.parametrize("role", ["executor", "scheduler"])
+def test_answers_go_on_after_the_death_of(role: str, server: Server) -> None:
     schema = {"type": "array", "items": ASKED[0][1], "minItems": 2, "maxItems": 2}
     bodies = [asked("some people", schema, seed=seed, max_tokens=160) for seed in range(3)]
     undisturbed = [streamed(server, body) for body in bodies]
@@ -116,7 +117,7 @@ def test_answers_go_on_after_the_death_of_the_executor(server: Server) -> None:
     with ThreadPoolExecutor(3) as threads:
         streams = [threads.submit(streamed, server, body, texts) for body, texts in zip(bodies, pieces, strict=True)]
         wait_until(lambda: all(len(texts) > 20 for texts in pieces), 60)
-        server.child("executor").send_signal(signal.SIGKILL)
+        server.child(role).send_signal(signal.SIGKILL)
         found = [stream.result() for stream in streams]
     assert found == undisturbed
     assert_valid(found, schema)

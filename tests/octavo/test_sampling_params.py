@@ -28,6 +28,12 @@ def test_every_sampling_field_of_the_http_api_is_a_keyword() -> None:
         "prompt_cache_retention",
         "prompt_cache_options",
         "moderation",
+        "priority",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "truncate_prompt_tokens",
+        "truncation_side",
     }
     hints = typing.get_type_hints(CommonRequest, include_extras=True)
     honoured = {
