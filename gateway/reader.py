@@ -26,6 +26,7 @@ from octavo.gateway.http.embeddings import EMBEDDINGS
 from octavo.gateway.http.errors import internal_error
 from octavo.gateway.http.generate import CHAT, COMPLETIONS
 from octavo.gateway.http.messages import COUNT_TOKENS, MESSAGES
+from octavo.gateway.http.responses import RESPONSES
 from octavo.gateway.http.service import served_name
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE
 from octavo.gateway.parsing.formats import Formats
@@ -37,7 +38,7 @@ from octavo.protocol.messages import pack_ids
 from octavo.protocol.process import configure_logging, refuse
 from octavo.protocol.settings.loading import load_config
 
-ALL_DOORS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, COUNT_TOKENS, TOKENIZE, DETOKENIZE)
+ALL_DOORS = (CHAT, COMPLETIONS, EMBEDDINGS, MESSAGES, COUNT_TOKENS, RESPONSES, TOKENIZE, DETOKENIZE)
 DOORS: dict[str, Door[Any, Any]] = {door.name: door for door in ALL_DOORS}
 STEP_S = 5.0  # the most processor time of a step; usual texts take milliseconds
 UNWANTED_S = 0.5  # the same, for a client that left

@@ -9,6 +9,7 @@ from octavo.gateway.http.endpoint import BODY_ERRORS, Endpoint
 from octavo.gateway.http.generate import CHAT, COMPLETIONS, generating_route
 from octavo.gateway.http.messages import COUNT_TOKENS, MESSAGES
 from octavo.gateway.http.models import list_models, show_model
+from octavo.gateway.http.responses import RESPONSES
 from octavo.gateway.http.status import (
     Load,
     ServerInfo,
@@ -33,6 +34,7 @@ from octavo.gateway.openai.responses import (
 )
 from octavo.gateway.openai.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from octavo.gateway.openai.types import ChatRequest, CompletionRequest
+from octavo.gateway.responses.types import Response, ResponseEvent, ResponsesRequest
 
 ENDPOINTS = (
     Endpoint(
@@ -51,6 +53,15 @@ ENDPOINTS = (
         body=CompletionRequest,
         answer=Completion,
         chunk=CompletionChunk,
+        errors=BODY_ERRORS,
+    ),
+    Endpoint(
+        path="/v1/responses",
+        respond=generating_route(RESPONSES),
+        summary="Answer a conversation, in the Responses API",
+        body=ResponsesRequest,
+        answer=Response,
+        chunk=ResponseEvent,
         errors=BODY_ERRORS,
     ),
     Endpoint(
