@@ -1,1 +1,1 @@
-"""Several servers on one machine, in turn and several times, under the same loads: how the README's table is made."""
+"""Several servers on one machine, in turn, under the same loads: this makes the table in docs/performance.md."""

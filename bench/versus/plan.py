@@ -13,8 +13,8 @@ from octavo.bench.serve.work import Work
 from octavo.errors import CommandError
 
 PORT = "{port}"
-# The README's rows: requests, concurrency, prompt and output tokens; by what servers have to have in common. Each has
-# a seed of its own, and so other words: no row finds its prompts in the cache of one before.
+# The rows of docs/performance.md, grouped by the format of the weights that the compared servers share. Each row has a
+# seed of its own, and so other words: no row finds its prompts in the cache of a row before it.
 ROWS = {
     "bf16": (
         Work(num_prompts=8, max_concurrency=1, input_len="64", output_len="128", seed=1),
