@@ -23,8 +23,7 @@ from octavo.gateway.http.status import (
     version,
 )
 from octavo.gateway.http.tokenization import DETOKENIZE, TOKENIZE, token_route
-from octavo.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
-from octavo.gateway.openai.responses import (
+from octavo.gateway.openai.answer_types import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
@@ -32,6 +31,7 @@ from octavo.gateway.openai.responses import (
     ModelCard,
     ModelList,
 )
+from octavo.gateway.openai.embeddings import EmbeddingList, EmbeddingRequest
 from octavo.gateway.openai.tokenization import DetokenizeAnswer, DetokenizeRequest, TokenizeAnswer, TokenizeRequest
 from octavo.gateway.openai.types import ChatRequest, CompletionRequest
 from octavo.gateway.responses.types import Response, ResponseEvent, ResponsesRequest

@@ -17,10 +17,10 @@ from octavo.gateway.http.door import ArrivedRequest, Door, route_through
 from octavo.gateway.http.service import new_response_id
 from octavo.gateway.http.sse import EventStream, error_event
 from octavo.gateway.measuring.metrics import observers
+from octavo.gateway.openai.answer_types import system_fingerprint
 from octavo.gateway.openai.answers import Heading
 from octavo.gateway.openai.chat import ChatRenderer, ask_chat
 from octavo.gateway.openai.completions import CompletionRenderer, ask_completion
-from octavo.gateway.openai.responses import system_fingerprint
 from octavo.gateway.openai.types import GeneratingRequest, chat_decoder, completion_decoder
 from octavo.gateway.request_error import RequestError
 from octavo.gateway.text.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from octavo.gateway.http.service import Service
-from octavo.gateway.openai.responses import ModelCard, ModelList, encode
+from octavo.gateway.openai.answer_types import ModelCard, ModelList, encode
 
 
 async def list_models(request: Request) -> Response:

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from octavo.gateway.http.errors import error_response
 from octavo.gateway.http.metrics_page import metrics_page
 from octavo.gateway.http.service import Service
-from octavo.gateway.openai.responses import encode
+from octavo.gateway.openai.answer_types import encode
 from octavo.gateway.request_error import unavailable
 from octavo.protocol.version import __version__
 

@@ -11,8 +11,8 @@ from octavo.gateway.asking.asked import AskedSampling, Truncation
 from octavo.gateway.asking.choices import Choices, UsedTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
+from octavo.gateway.openai.answer_types import CompletionTokensDetails, PromptTokensDetails, RunningUsage, Usage, encode
 from octavo.gateway.openai.chunk_writer import DONE, ChunkWriter
-from octavo.gateway.openai.responses import CompletionTokensDetails, PromptTokensDetails, RunningUsage, Usage, encode
 from octavo.gateway.openai.types import CommonRequest, stop_strings, usage_options
 from octavo.gateway.parsing.parts import Content, Part
 from octavo.gateway.text.delta import Delta

@@ -8,10 +8,7 @@ from msgspec import UNSET
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptMessages
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
-from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling, truncation
-from octavo.gateway.openai.logprobs import chat_logprobs, prompt_logprobs
-from octavo.gateway.openai.neutral import refuse_unsupported
-from octavo.gateway.openai.responses import (
+from octavo.gateway.openai.answer_types import (
     CalledFunction,
     ChatAnswer,
     ChatChoice,
@@ -24,6 +21,9 @@ from octavo.gateway.openai.responses import (
     ToolCallDelta,
     Usage,
 )
+from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling, truncation
+from octavo.gateway.openai.logprobs import chat_logprobs, prompt_logprobs
+from octavo.gateway.openai.neutral import refuse_unsupported
 from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.tools import asked_tools, shown_call, shown_tools, usable_tools
 from octavo.gateway.openai.types import ChatMessage, ChatRequest, check_common, wanted_tokens

@@ -8,9 +8,9 @@ from msgspec import UNSET, UnsetType
 from octavo.gateway.asking.asked import Asked, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.events import Answer, Event
+from octavo.gateway.openai.answer_types import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from octavo.gateway.openai.answers import Heading, Renderer, asked_sampling, truncation
 from octavo.gateway.openai.logprobs import CompletionLogprobsWriter, joined, prompt_logprobs
-from octavo.gateway.openai.responses import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs, Usage
 from octavo.gateway.openai.structured import asked_grammar
 from octavo.gateway.openai.types import MAX_CHOICES, CompletionRequest, check_common, wanted_tokens
 from octavo.gateway.parsing.parts import Content, Part

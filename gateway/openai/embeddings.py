@@ -10,9 +10,9 @@ from msgspec import Meta
 from octavo.gateway.asking.asked import AskedPrompts, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.choices import UsedTokens
 from octavo.gateway.asking.vectors import numbers, shortened
+from octavo.gateway.openai.answer_types import encode
 from octavo.gateway.openai.completions import split_prompts
 from octavo.gateway.openai.neutral import Unsupported, refuse_unsupported
-from octavo.gateway.openai.responses import encode
 from octavo.gateway.openai.types import ModelRequest, Prompt
 
 MAX_INPUTS = 2048

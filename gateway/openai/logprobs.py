@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from octavo.gateway.openai.responses import (
+from octavo.gateway.openai.answer_types import (
     ChatLogprobs,
     ChatTokenLogprob,
     CompletionLogprobs,

@@ -7,9 +7,9 @@ import msgspec
 from octavo.gateway.asking.asked import AskedPrompts, FieldNames, PromptText, PromptTokens
 from octavo.gateway.asking.encode import PreparedPrompt
 from octavo.gateway.asking.model import ServedModel
+from octavo.gateway.openai.answer_types import encode
 from octavo.gateway.openai.chat import check_messages, conversation
 from octavo.gateway.openai.neutral import Unsupported, UnsupportedObject, refuse_unsupported
-from octavo.gateway.openai.responses import encode
 from octavo.gateway.openai.tools import Tools, shown_tools, usable_tools
 from octavo.gateway.openai.types import ChatMessage, Messages, ModelRequest
 from octavo.gateway.request_error import RequestError, unsupported
