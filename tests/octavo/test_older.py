@@ -176,8 +176,8 @@ def test_baichuan_has_reserved_tokens(tmp_path: Path) -> None:
         *(3, *processor.encode("dog"), 4),
     ]
     assert chat_ids(files, ("user", "<reserved_1>")).count(4) == 1
-    with pytest.raises(ValueError, match="knows no role tool here"):
-        chat_ids(files, ("tool", "fox"))
+    with pytest.raises(ValueError, match="knows no role critic here"):
+        chat_ids(files, ("critic", "fox"))
     assert files.eos_token_ids == (2,)
     assert files.sampling_defaults.temperature == 0.3
     assert files.tokenizer.encode_now("hello") == processor.encode("hello")
