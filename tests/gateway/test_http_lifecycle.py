@@ -40,7 +40,14 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def aborted(served: Served, count: int) -> set[str]:
-    return {abort.request_id for abort in await served.scheduler.wait_for(Abort, count)}
+    """Return which of a test's own requests were aborted, once there are `count`: an Abort of another may come late."""
+
+    def own() -> set[str]:
+        submitted = {submit.request_id for submit in served.scheduler.messages(Submit)}
+        return submitted & {abort.request_id for abort in served.scheduler.messages(Abort)}
+
+    await until(lambda: len(own()) >= count)
+    return own()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -129,8 +129,12 @@ def test_warm_up_leaves_nothing_to_compile(dtype: torch.dtype) -> None:
     assert compiled == kernels.keys() - {"first_outside"}
     assert len(panel_products.linear.signatures) == len(panel_products.embedding.signatures) == 1
     assert len(cpu.pointwise.first_outside.signatures) == 1
-    for name, kernel in (called_from_python(cpu.sampling) | called_from_python(cpu.edits)).items():
-        assert len(kernel.signatures) == 1, name
+    # Other tests of this process may have called these with other layouts, which are signatures of their own.
+    of_sampling = called_from_python(cpu.sampling) | called_from_python(cpu.edits) | called_from_python(cpu.masks)
+    before = {name: len(kernel.signatures) for name, kernel in of_sampling.items()}
+    assert all(before.values()), before
+    compile_all(dtype, has_panels=True)
+    assert {name: len(kernel.signatures) for name, kernel in of_sampling.items()} == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
